@@ -1,0 +1,32 @@
+# `host.py run` sets up what is missing (a venv and the pinned ComfyUI, see scripts/host.py) and runs its Python. Where
+# there is no make, as on Windows, type the commands below by hand.
+PYTHON ?= python3
+RUN = $(PYTHON) scripts/host.py run
+PYTEST_ARGS ?=
+
+.PHONY: demo test lint test-gpu bench build setup clean
+
+demo:  ## a tiny Wan2.1, dense and sparse in the real ComfyUI: videos, report picture and report.json in out/demo/
+	$(RUN) scripts/demo.py
+
+test: lint  ## everything that needs no GPU
+	$(RUN) -m pytest -m "not gpu" $(PYTEST_ARGS)
+
+lint:
+	$(RUN) -m ruff check .
+	$(RUN) -m mypy sparge_core scripts
+
+test-gpu:  ## needs an NVIDIA GPU, and of ComfyUI nothing: runs in the Python that is active
+	$(PYTHON) -m pytest -m gpu tests/gpu $(PYTEST_ARGS)
+
+bench:
+	$(PYTHON) -m benchmarks.attention
+
+build:  ## the CUDA kernels of every architecture, ahead of time
+	$(RUN) -m sparge_core.cuda build
+
+setup:
+	$(PYTHON) scripts/host.py setup
+
+clean:
+	rm -rf .cache out dist

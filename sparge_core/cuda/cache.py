@@ -1,0 +1,91 @@
+"""Compiled kernels on disk: what a release ships, and a per-user cache of what this machine compiled.
+
+A file is the binary followed by its SHA-256, so that a truncated or damaged one is noticed and made again. Files are
+written under a temporary name and renamed, so that several processes may compile at once. A disk that cannot be
+written costs one log line, no more: the kernels are then compiled in memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from . import modules, nvrtc
+from .modules import Variant
+
+FOLDER_VARIABLE = "SPARGE_CACHE_DIR"
+_APPLICATION = "sparge_attention2"
+_DIGEST_BYTES = hashlib.sha256().digest_size
+
+logger = logging.getLogger(__name__)
+
+
+def folder() -> Path | None:
+    """The user's cache folder (SPARGE_CACHE_DIR if set); None where there is no way to know one."""
+    if given := os.environ.get(FOLDER_VARIABLE):
+        return Path(given)
+    try:
+        import platformdirs
+    except ImportError:
+        return None
+    return Path(platformdirs.user_cache_dir(_APPLICATION, appauthor=False))
+
+
+def read(path: Path) -> bytes | None:
+    """The binary in the file; None if it is missing, unreadable or damaged."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return None
+    binary, digest = content[:-_DIGEST_BYTES], content[-_DIGEST_BYTES:]
+    return binary if binary and hashlib.sha256(binary).digest() == digest else None
+
+
+def write(path: Path, binary: bytes) -> None:
+    """Puts the binary into the file, whole or not at all; raises `OSError` where the disk refuses."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(binary + hashlib.sha256(binary).digest())
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def binaries(module: str, variant: Variant, architecture: str) -> Iterator[tuple[str, bytes]]:
+    """(where from, binary), best first: shipped, cached, compiled now. The caller takes the first that loads.
+
+    Raises `nvrtc.CompilerError` if it comes to compiling and that fails.
+    """
+    name = modules.file_name(module, variant, architecture)
+    shipped = read(modules.shipped_folder() / name)
+    if shipped is not None:
+        yield "shipped", shipped
+    compiler = nvrtc.get()
+    root = folder()
+    path = root / compiler.name / name if root is not None else None
+    cached = read(path) if path is not None else None
+    if cached is not None:
+        yield "cached", cached
+    options = modules.options(variant, architecture)
+    binary = compiler.compile(modules.source(module), f"{module}.cu", options).binary
+    if path is None:
+        _say_once(f"platformdirs is not installed and {FOLDER_VARIABLE} is not set")
+    else:
+        try:
+            write(path, binary)
+        except OSError as error:
+            _say_once(f"{root} cannot be written ({error})")
+    yield "compiled", binary
+
+
+@functools.cache
+def _say_once(why: str) -> None:
+    logger.warning("Compiled kernels are not kept, so every start compiles them again: %s.", why)

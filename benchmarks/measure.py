@@ -1,0 +1,102 @@
+"""How it is measured: device time, extra memory, host time, and what the machine is."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+
+import torch
+
+Run = Callable[[], object]
+
+FLUSH_BYTES = 256 << 20  # several times any L2 cache, so that no call finds its inputs there
+MIN_CALLS, MAX_CALLS = 3, 100
+MAX_HOST_CALLS = 50  # far below the launch queue's length, at which issuing would wait for the device
+
+
+class Clock:
+    """Times calls on one device. `cell_ms`: device time that one measurement may take."""
+
+    def __init__(self, device: torch.device, cell_ms: float) -> None:
+        self.device = device
+        self.cell_ms = cell_ms
+        self.cuda = device.type == "cuda"
+        self._flush = torch.empty(FLUSH_BYTES if self.cuda else 0, dtype=torch.int8, device=device)
+
+    def milliseconds(self, run: Run) -> float:
+        """Median time of one call, between events on the device's own clock, each with a cold L2."""
+        first = statistics.median(self._times(run, 1))
+        calls = max(MIN_CALLS, min(MAX_CALLS, int(self.cell_ms / max(first, 1e-3))))
+        return statistics.median(self._times(run, calls))
+
+    def _times(self, run: Run, calls: int) -> list[float]:
+        if not self.cuda:
+            return [self._host_time(run) for _ in range(calls)]
+        events = [(timing_event(), timing_event()) for _ in range(calls)]
+        for start, end in events:
+            self._flush.zero_()
+            start.record()
+            run()
+            end.record()
+        torch.cuda.synchronize(self.device)
+        return [start.elapsed_time(end) for start, end in events]
+
+    @staticmethod
+    def _host_time(run: Run) -> float:
+        start = time.perf_counter()
+        run()
+        return (time.perf_counter() - start) * 1e3
+
+    def host_microseconds(self, run: Run, ms: float) -> float | None:
+        """Host time to issue one call on an idle queue; None without a queue (CPU) or for long calls."""
+        calls = min(MAX_HOST_CALLS, int(self.cell_ms / max(ms, 1e-3)))
+        if not self.cuda or calls < MIN_CALLS:
+            return None
+        torch.cuda.synchronize(self.device)
+        start = time.perf_counter()
+        for _ in range(calls):
+            run()
+        issued = time.perf_counter() - start
+        torch.cuda.synchronize(self.device)
+        return issued / calls * 1e6
+
+    def extra_megabytes(self, run: Run, output_bytes: int) -> float | None:
+        """Peak memory of one call beyond its inputs and its output, in 10^6 bytes; None on a CPU."""
+        if not self.cuda:
+            return None
+        torch.cuda.synchronize(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        run()
+        torch.cuda.synchronize(self.device)
+        return (torch.cuda.max_memory_allocated(self.device) - before - output_bytes) / 1e6
+
+
+def timing_event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)
+
+
+def machine(device: torch.device, commit: str | None) -> dict[str, str]:
+    """What every result file says of where it was made."""
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "CPU"
+    here = str(Path(__file__).parent)
+    return {
+        "gpu": gpu,
+        "driver": _first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "torch": torch.__version__,
+        "commit": commit or _first_line("git", "-C", here, "rev-parse", "--short=12", "HEAD"),
+        "date": date.today().isoformat(),
+    }
+
+
+def _first_line(*command: str) -> str:
+    if shutil.which(command[0]) is None:
+        return "unknown"
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout.splitlines()[0].strip() if done.returncode == 0 and done.stdout else "unknown"

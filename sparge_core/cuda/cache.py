@@ -1,8 +1,8 @@
 """Compiled kernels on disk: what a release ships, and a per-user cache of what this machine compiled.
 
-A file is the binary followed by its SHA-256, so that a truncated or damaged one is noticed and made again. Files are
-written under a temporary name and renamed, so that several processes may compile at once. A disk that cannot be
-written costs one log line, no more: the kernels are then compiled in memory.
+A file is the binary followed by its SHA-256, so that a truncated or damaged one is noticed and made again.
+Files are written under a temporary name and renamed, so that several processes may compile at once. A disk
+that cannot be written costs one log line, no more: the kernels are then compiled in memory.
 """
 
 from __future__ import annotations
@@ -59,22 +59,37 @@ def write(path: Path, binary: bytes) -> None:
         raise
 
 
-def binaries(module: str, variant: Variant, architecture: str) -> Iterator[tuple[str, bytes]]:
-    """(where from, binary), best first: shipped, cached, compiled now. The caller takes the first that loads.
+def binaries(module: str, variant: Variant, capability: tuple[int, int]) -> Iterator[tuple[str, bytes]]:
+    """(where from, binary) for a GPU, best first: shipped, cached, compiled now. Take the first that loads.
 
     Raises `nvrtc.CompilerError` if it comes to compiling and that fails.
     """
-    name = modules.file_name(module, variant, architecture)
-    shipped = read(modules.shipped_folder() / name)
-    if shipped is not None:
-        yield "shipped", shipped
-    compiler = nvrtc.get()
     root = folder()
-    path = root / compiler.name / name if root is not None else None
-    cached = read(path) if path is not None else None
-    if cached is not None:
-        yield "cached", cached
-    options = modules.options(variant, architecture)
+    tried: set[Path] = set()
+
+    def stored(origin: str, path: Path | None) -> Iterator[tuple[str, bytes]]:
+        if path is None or path in tried:
+            return
+        tried.add(path)
+        binary = read(path)
+        if binary is not None:
+            yield origin, binary
+
+    def cached(compiler: str | None, name: str) -> Path | None:
+        return root / compiler / name if root is not None and compiler is not None else None
+
+    # Opening the compiler takes longer than all the rest of a start, so first what can be found without it.
+    target = modules.shipped_architecture(capability)
+    if target is not None:
+        name = modules.file_name(module, variant, target)
+        yield from stored("shipped", modules.shipped_folder() / name)
+        yield from stored("cached", cached(nvrtc.likely_name(), name))
+
+    compiler = nvrtc.get()
+    target = modules.architecture(capability, compiler.architectures)
+    path = cached(compiler.name, modules.file_name(module, variant, target))
+    yield from stored("cached", path)
+    options = modules.options(variant, target)
     binary = compiler.compile(modules.source(module), f"{module}.cu", options).binary
     if path is None:
         _say_once(f"platformdirs is not installed and {FOLDER_VARIABLE} is not set")

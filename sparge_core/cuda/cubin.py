@@ -1,4 +1,4 @@
-"""Reads from a cubin (an ELF file) what the host must agree with: the size of the parameters that a kernel takes."""
+"""Reads from a cubin (an ELF file) what the host must agree with: the size of a kernel's parameters."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import struct
 _SECTION_HEADER = struct.Struct("<IIQQQQIIQQ")
 _INFO_PREFIX = ".nv.info."
 _FORMAT_WITH_PAYLOAD = 4  # EIFMT_SVAL: the 16-bit field counts the bytes that follow
-_KPARAM_INFO = (
-    0x17  # EIATTR_KPARAM_INFO: index, ordinal, offset, and the size in the upper 14 bits of the last word
-)
+# EIATTR_KPARAM_INFO: index, ordinal, offset, and the size in the upper 14 bits of the last word.
+_KPARAM_INFO = 0x17
 _KPARAM = struct.Struct("<IHHI")
 _KPARAM_SIZE_SHIFT = 18
 

@@ -1,14 +1,16 @@
-"""The NVIDIA driver API through ctypes: what loads and launches kernels without a toolchain or a torch extension.
+"""The NVIDIA driver API through ctypes: loads and launches kernels without a toolchain or a torch extension.
 
-`get()` opens the driver once per process and raises `DriverError` with one sentence where there is none or it is too
-old. Nothing here imports torch, and nothing touches the driver before `get()` is called.
+`get()` opens the driver once per process and raises `DriverError` with one sentence where there is none or it
+is too old. Nothing here imports torch, and nothing touches the driver before `get()` is called.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 # cuLibraryLoadData and cuLibraryGetKernel, which load one binary for every device, came with CUDA 12.0.
@@ -16,13 +18,8 @@ MINIMUM_VERSION = 12000
 
 SUCCESS = 0
 INVALID_CONTEXT = 201  # no context is current in this thread
-_INVALID_BINARY = {
-    200,
-    209,
-    218,
-    222,
-    300,
-}  # not an image, not for this GPU, bad PTX, PTX too new, invalid source
+# Not an image, not for this GPU, bad PTX, PTX too new, invalid source.
+_INVALID_BINARY = {200, 209, 218, 222, 300}
 
 # CUdevice_attribute and CUfunction_attribute numbers of cuda.h.
 _MULTIPROCESSOR_COUNT = 16
@@ -49,7 +46,7 @@ class InvalidBinary(DriverError):
 
 
 class Driver:
-    """An open, initialised driver. Handles are plain integers; every method raises `DriverError` on failure."""
+    """An open, initialised driver. Handles are integers; every method raises `DriverError` on failure."""
 
     def __init__(self, library: Any) -> None:
         self._library = library
@@ -71,8 +68,10 @@ class Driver:
                 f"{version_text(MINIMUM_VERSION)} is needed: update the NVIDIA driver"
             )
         self._check(library.cuInit(0), "initialising the NVIDIA driver")
-        # The raw function: without argtypes, a call with ready-made ctypes objects costs less than half.
+        # The raw functions of the hot path. They return the driver's code; without argtypes, a call with
+        # ready-made ctypes objects costs less than half.
         self.launch = library.cuLaunchKernel
+        self.fill_words = library.cuMemsetD32Async
 
     def _check(self, code: int, what: str) -> None:
         if code == SUCCESS:
@@ -127,14 +126,17 @@ class Driver:
         self._check(code, f"opening GPU {device}")
         return context.value or 0
 
-    def push_context(self, context: int) -> None:
+    @contextlib.contextmanager
+    def current_context(self, context: int) -> Iterator[None]:
+        """Makes the context this thread's current one; the one before comes back."""
         self._check(self._library.cuCtxPushCurrent_v2(ctypes.c_void_p(context)), "selecting a GPU")
-
-    def pop_context(self) -> None:
-        self._check(self._library.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p())), "deselecting a GPU")
+        try:
+            yield
+        finally:
+            self._library.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
 
     def load_library(self, binary: bytes) -> int:
-        """Loads a cubin, or PTX text for the driver to compile; raises `InvalidBinary` if the driver refuses it."""
+        """Loads a cubin, or PTX for the driver to compile; raises `InvalidBinary` if it is refused."""
         library = ctypes.c_void_p()
         # The driver keeps its own copy. The trailing NUL ends PTX text and does nothing to a cubin.
         code = self._library.cuLibraryLoadData(
@@ -163,13 +165,6 @@ class Driver:
         )
         self._check(code, f"asking GPU {device} for {size} bytes of shared memory per block")
 
-    def fill_words(self, pointer: int, value: int, count: int, stream: int) -> None:
-        """Sets `count` 32-bit words at a device pointer, on a stream of the current context."""
-        code = self._library.cuMemsetD32Async(
-            ctypes.c_void_p(pointer), value, ctypes.c_size_t(count), ctypes.c_void_p(stream)
-        )
-        self._check(code, f"filling {count} words")
-
     def encode_tensor_map(
         self,
         element_type: int,
@@ -180,8 +175,8 @@ class Driver:
     ) -> bytes:
         """A 128-byte CUtensorMap, swizzled by 128 bytes, zero outside the tensor.
 
-        `sizes` and `box` count elements, innermost dimension first; `strides` are the bytes of every dimension but
-        the innermost. The pointer and strides must be multiples of 16 bytes.
+        `sizes` and `box` count elements, innermost dimension first; `strides` are the bytes of every
+        dimension but the innermost. The pointer and strides must be multiples of 16 bytes.
         """
         rank = len(sizes)
         storage = (ctypes.c_ubyte * (_TENSOR_MAP_BYTES + _TENSOR_MAP_ALIGNMENT))()

@@ -11,8 +11,8 @@
         stream = launch.stream(q.device.index)           # torch's current stream of the tensor's own device
         kernel((x, y, z), threads, dynamic_shared_bytes, stream, _PARAMS.pack(launch.tensor_map(q, 64), ...))
 
-`kernel`, `device` and `tensor_map` are cached: call them every time. A kernel runs on its own device whatever device
-is current. Nothing synchronises.
+`kernel`, `device` and `tensor_map` are cached: call them every time. A kernel runs on its own device whatever
+device is current. Nothing synchronises.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ import ctypes
 import functools
 import logging
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from . import cache, cubin, driver, modules, nvrtc
+from . import cache, cubin, driver, modules
 from .modules import Variant
 
 VARIANT_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -82,7 +83,7 @@ def stream(index: int) -> int:
 
 
 def aligned(tensor: Tensor) -> Tensor:
-    """The (B, H, L, D) tensor, or a contiguous copy if its pointer or a stride is one that the kernels cannot read."""
+    """The (B, H, L, D) tensor, or a contiguous copy if the kernels cannot read its pointer or a stride."""
     batch, head, token, channel = tensor.stride()
     if channel == 1 and batch and head and token and not (batch | head | token) & _STRIDE_MASK:
         readable = True
@@ -97,8 +98,10 @@ def aligned(tensor: Tensor) -> Tensor:
 
 
 def tensor_map(tensor: Tensor, box_rows: int) -> bytes:
-    """A TMA descriptor of an aligned (B, H, L, D) tensor: dimensions (D, L, H, B), boxes of 64 channels x `box_rows`
-    tokens, swizzled by 128 bytes, zero outside."""
+    """A TMA descriptor of an aligned (B, H, L, D) tensor, zero outside it.
+
+    Dimensions (D, L, H, B), boxes of 64 channels x `box_rows` tokens, swizzled by 128 bytes.
+    """
     return _tensor_map(tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, box_rows)
 
 
@@ -130,7 +133,18 @@ class _Parameters(threading.local):
 
 
 _parameters = _Parameters()
-_pointer = functools.lru_cache(maxsize=256)(ctypes.c_void_p)  # stream handles; making the object costs more
+_pointer = functools.lru_cache(maxsize=256)(ctypes.c_void_p)  # of streams; making the object costs more
+
+
+def _submit(device: Device, function: Callable[..., int], *arguments: object) -> int:
+    """Calls the driver with the device's context current, and returns its code."""
+    if torch._C._cuda_getDevice() == device.index:
+        code = function(*arguments)
+        if code != driver.INVALID_CONTEXT:
+            return code
+    # Another device is current, or this thread has not used CUDA yet.
+    with driver.get().current_context(device.context):
+        return function(*arguments)
 
 
 class Kernel:
@@ -142,23 +156,18 @@ class Kernel:
         self.name = name
         self.device = device
         self._driver = driver.get()
-        self._launch = self._driver.launch
         self._handle = handle
         self._function = ctypes.c_void_p(function)
         self._parameter_bytes = parameter_bytes  # None: not known (PTX)
         self._shared_limit = _STATIC_SHARED_LIMIT
 
     def __call__(
-        self,
-        grid: tuple[int, int, int],
-        block: int,
-        smem: int,
-        stream: int,
-        params: bytes | bytearray | memoryview,
+        self, grid: tuple[int, int, int], block: int, smem: int, stream: int, params: bytes | bytearray
     ) -> None:
-        """Launches on `stream`, of the kernel's own device. block: threads; smem: bytes of dynamic shared memory.
+        """Launches on `stream`, of the kernel's own device.
 
-        `params` holds the fields of the kernel's one parameter. Raises `LaunchError`.
+        block: threads; smem: bytes of dynamic shared memory; params: the fields of the kernel's one struct.
+        Raises `LaunchError` where the driver refuses, or before it is asked.
         """
         size = len(params)
         expected = self._parameter_bytes
@@ -170,21 +179,14 @@ class Kernel:
         parameters = _parameters
         parameters.view[:size] = params
         x, y, z = grid
-        arguments = (self._function, x, y, z, block, 1, 1, smem, _pointer(stream), parameters.pointers, None)
-        if torch._C._cuda_getDevice() == self.device.index:
-            code = self._launch(*arguments)
-            if code == driver.SUCCESS:
-                return
-        else:
-            code = driver.INVALID_CONTEXT
-        if code == driver.INVALID_CONTEXT:  # another device is current, or this thread has not used CUDA yet
-            self._driver.push_context(self.device.context)
-            code = self._launch(*arguments)
-            self._driver.pop_context()
+        code = _submit(
+            self.device, self._driver.launch, self._function, x, y, z, block, 1, 1, smem, _pointer(stream),
+            parameters.pointers, None,
+        )  # fmt: skip
         if code != driver.SUCCESS:
             raise LaunchError(
-                f"{self.name} was not launched on GPU {self.device.index} with grid {grid}, {block} threads and {smem} "
-                f"bytes of shared memory: {self._driver.error_text(code)}"
+                f"{self.name} was not launched on GPU {self.device.index} with grid {grid}, {block} threads "
+                f"and {smem} bytes of shared memory: {self._driver.error_text(code)}"
             )
 
     def _allow_shared(self, size: int) -> None:
@@ -195,6 +197,23 @@ class Kernel:
             )
         self._driver.allow_dynamic_shared_memory(self._handle, self.device.index, size)
         self._shared_limit = size
+
+
+def zero(tensor: Tensor, stream: int) -> None:
+    """Zeroes a contiguous tensor of 32-bit elements on a stream of its device; cheaper than `zero_`."""
+    owner, api = device(tensor.device.index), driver.get()
+    code = _submit(
+        owner,
+        api.fill_words,
+        ctypes.c_void_p(tensor.data_ptr()),
+        0,
+        ctypes.c_size_t(tensor.numel()),
+        _pointer(stream),
+    )
+    if code != driver.SUCCESS:
+        raise LaunchError(
+            f"{tensor.numel()} words on GPU {owner.index} were not zeroed: {api.error_text(code)}"
+        )
 
 
 @dataclass(frozen=True)
@@ -209,54 +228,36 @@ def kernel(module: str, name: str, device_index: int, dtype: torch.dtype, head_d
 
     Raises `driver.DriverError` or `nvrtc.CompilerError`, whose messages are sentences.
     """
-    library = _library(module, Variant(VARIANT_DTYPES[dtype], head_dim), architecture(device_index))
     owner, api = device(device_index), driver.get()
+    library = _library(module, Variant(VARIANT_DTYPES[dtype], head_dim), owner.capability)
     handle = api.get_kernel(library.handle, name)
-    api.push_context(owner.context)
-    try:
+    with api.current_context(owner.context):
         function = api.get_function(handle)
-    finally:
-        api.pop_context()
     return Kernel(name, handle, function, owner, library.parameter_bytes.get(name))
 
 
 def prepare(device_index: int, dtype: torch.dtype, head_dim: int) -> None:
-    """Compiles and loads what attention needs on the device, side by side; cheap when it is done already."""
-    variant, target = Variant(VARIANT_DTYPES[dtype], head_dim), architecture(device_index)
-    names = ("mask", modules.forward_module(device(device_index).capability))
+    """Compiles and loads what attention needs on the device, side by side. Raises like `kernel`."""
+    capability, variant = device(device_index).capability, Variant(VARIANT_DTYPES[dtype], head_dim)
+    names = ("mask", modules.forward_module(capability))
     with ThreadPoolExecutor(len(names)) as pool:
-        list(pool.map(lambda name: _library(name, variant, target), names))
-
-
-def architecture(device_index: int) -> str:
-    """What is compiled for the device; raises `nvrtc.CompilerError` where nothing can be."""
-    capability = device(device_index).capability
-    try:
-        known = nvrtc.get().architectures
-    except nvrtc.CompilerError:
-        known = None
-    target = modules.architecture(capability, known)
-    if target is None:
-        raise nvrtc.CompilerError(
-            f"no kernels are shipped for compute capability {capability[0]}.{capability[1]}, and there is no NVRTC that "
-            "compiles for it: install a CUDA build of torch that supports this GPU"
-        )
-    return target
+        list(pool.map(lambda name: _library(name, variant, capability), names))
 
 
 @functools.cache
-def _library(module: str, variant: Variant, target: str) -> _Library:
+def _library(module: str, variant: Variant, capability: tuple[int, int]) -> _Library:
+    api = driver.get()
     refused: driver.InvalidBinary | None = None
-    for origin, binary in cache.binaries(module, variant, target):
+    for origin, binary in cache.binaries(module, variant, capability):
         try:
-            handle = driver.get().load_library(binary)
+            handle = api.load_library(binary)
         except driver.InvalidBinary as error:
-            logger.warning("The %s kernels of %s for %s do not load: %s.", origin, module, target, error)
+            logger.warning("The %s %s kernels were not accepted: %s.", origin, module, error)
             refused = error
             continue
-        logger.debug("Loaded the %s kernels of %s for %s.", origin, module, target)
+        logger.debug("Loaded the %s %s kernels.", origin, module)
         return _Library(handle, cubin.parameter_bytes(binary))
-    version = driver.version_text(driver.get().version)
     raise driver.DriverError(
-        f"the NVIDIA driver (CUDA {version}) does not accept kernels for {target}: update the NVIDIA driver"
+        f"the NVIDIA driver (CUDA {driver.version_text(api.version)}) does not accept the kernels compiled "
+        f"for compute capability {capability[0]}.{capability[1]}: update the NVIDIA driver"
     ) from refused

@@ -1,7 +1,7 @@
 """The table of CUDA modules: their files, the GPUs they are for, and what each compiled variant is called.
 
-A module is a list of files of `csrc/` put one behind the other (the sources include nothing) and compiled once per
-variant (element type and head dim) and architecture.
+A module is a list of files of `csrc/` put one behind the other (the sources include nothing) and compiled
+once per variant (element type and head dim) and architecture.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-# Compute capability -> the architecture that releases are built for. A cubin of "sm_86" also runs on later 8.x; one of
-# "sm_90a" (whose matrix instructions need the "a") runs on 9.0 alone.
+# Compute capability -> the architecture that releases are built for. A cubin of "sm_86" also runs on later
+# 8.x; one of "sm_90a" (whose matrix instructions need the "a") runs on 9.0 alone.
 ARCHITECTURES = {
     (8, 0): "sm_80",
     (8, 6): "sm_86",
@@ -59,38 +59,40 @@ HEAD_DIMS = (64, 128)
 DTYPES = ("bf16", "fp16")
 VARIANTS = tuple(Variant(dtype, head_dim) for dtype in DTYPES for head_dim in HEAD_DIMS)
 
-# Options of every compilation; NVRTC and nvcc read them alike. A module does not use all that common.cuh declares,
-# hence no warning 177.
+# Options of every compilation; NVRTC and nvcc read them alike. Warning 177 is about unused declarations: no
+# module uses all that common.cuh declares.
 OPTIONS = ("--std=c++17", "--diag-suppress=177")
 
-# (module, variant, architecture) -> why its kernels may spill registers or use a stack frame. The build fails on any other.
+# (module, variant, architecture) -> why its kernels may spill registers or use a stack frame. The build fails
+# on any other.
 ALLOWED_SPILLS: dict[tuple[str, Variant, str], str] = {}
 
 
-def architecture(capability: tuple[int, int], compiler_knows: Collection[int] | None) -> str | None:
-    """What to compile for a GPU: "sm_..." machine code where possible, else "compute_..." (PTX, finished by the driver).
+def shipped_architecture(capability: tuple[int, int]) -> str | None:
+    """The architecture whose ahead-of-time binaries run on a GPU; None if there is none."""
+    if capability in ARCHITECTURES:
+        return ARCHITECTURES[capability]
+    older = [known for known in ARCHITECTURES if known[0] == capability[0] == 8 and known < capability]
+    return ARCHITECTURES[max(older)] if older else None
 
-    compiler_knows: the numbers (90 for 9.0) that the compiler accepts, or None without a compiler, when only
-    binaries made ahead of time can serve. None is returned where nothing fits.
+
+def architecture(capability: tuple[int, int], compiler_knows: Collection[int]) -> str:
+    """What to compile for a GPU with a compiler that knows these numbers (90 is 9.0).
+
+    "sm_..." is machine code; for a GPU newer than the compiler "compute_...", which is PTX that the driver
+    finishes.
     """
-    major, minor = capability
-    number = 10 * major + minor
-    # Machine code without the "a" runs on later minor versions too, and only 8.x has it here.
-    named = ARCHITECTURES.get(capability)
-    if named is None and major == 8:
-        named = ARCHITECTURES[max(known for known in ARCHITECTURES if known <= capability)]
-    if named is not None and (compiler_knows is None or _number(named) in compiler_knows):
+    named = shipped_architecture(capability)
+    if named is not None and _number(named) in compiler_knows:
         return named
-    if compiler_knows is None:
-        return None
+    number = 10 * capability[0] + capability[1]
     if number in compiler_knows:
         return f"sm_{number}"
-    older = [known for known in compiler_knows if 10 * MINIMUM_CAPABILITY[0] <= known < number]
-    return f"compute_{max(older)}" if older else None
+    return f"compute_{max(known for known in compiler_knows if known < number)}"
 
 
 def _number(architecture: str) -> int:
-    return int("".join(c for c in architecture if c.isdigit()))
+    return int(architecture.removeprefix("sm_").removesuffix("a"))
 
 
 def forward_module(capability: tuple[int, int]) -> str:
@@ -125,7 +127,7 @@ def options(variant: Variant, architecture: str) -> tuple[str, ...]:
 
 
 def file_name(module: str, variant: Variant, architecture: str) -> str:
-    """Name of the compiled file, the same in a release and in the cache: it changes with the source and the options."""
+    """Name of the compiled file, shipped or cached: it changes with the source and the options."""
     text = "\0".join((source(module), *options(variant, architecture)))
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     suffix = "ptx" if architecture.startswith("compute_") else "cubin"

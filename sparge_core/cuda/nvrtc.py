@@ -17,14 +17,18 @@ from pathlib import Path
 from typing import Any
 
 _WINDOWS = sys.platform == "win32"
-# Not nvrtc64_120_0.alt.dll, nor libnvrtc-builtins.
-_LIBRARY = re.compile(r"nvrtc64_(\d+)0_0\.dll|libnvrtc\.so\.(\d+)")
-_SUPPORTED_MAJORS = (13, 12)
-_BUILTINS = "nvrtc-builtins64_*.dll" if _WINDOWS else "libnvrtc-builtins.so.*"
+_MAJORS = (13, 12)
+# The library, with its major version, and what it needs beside it, with major and minor version.
+if _WINDOWS:
+    _LIBRARY = re.compile(r"nvrtc64_(\d+)0_0\.dll")  # and not nvrtc64_120_0.alt.dll
+    _BUILTINS = re.compile(r"nvrtc-builtins64_(\d+)(\d)\.dll")
+else:
+    _LIBRARY = re.compile(r"libnvrtc\.so\.(\d+)")
+    _BUILTINS = re.compile(r"libnvrtc-builtins\.so\.(\d+)\.(\d+)")
 
 
 class CompilerError(RuntimeError):
-    """NVRTC is missing or refused a source; the message is a sentence, followed by the compiler's log if there is one."""
+    """NVRTC is missing or refused a source: a sentence, followed by the compiler's log if there is one."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +100,18 @@ class Compiler:
             raise CompilerError(f"{what} failed: {self._error(code)}")
 
 
+def likely_name() -> str | None:
+    """`get().name`, told from the files beside the library without opening it; None if they do not tell."""
+    path = Path(next(candidates()))
+    if not path.is_absolute():
+        return None
+    for builtins in _builtins(path):
+        major, minor = (int(part) for part in _version(_BUILTINS, builtins.name))
+        if major == _version(_LIBRARY, path.name)[0]:
+            return f"nvrtc-{major}.{minor}"
+    return None
+
+
 @functools.cache
 def get() -> Compiler:
     """The compiler, found and opened at the first call; `CompilerError` where there is none."""
@@ -114,21 +130,33 @@ def get() -> Compiler:
 
 def candidates() -> Iterator[str]:
     """Where NVRTC may be: full paths that exist, best first, then names for the system's own search."""
-    found: dict[str, int] = {}
+    found: dict[Path, int] = {}
     for folder in _folders():
-        try:
-            names = sorted(os.listdir(folder))
-        except OSError:
-            continue
-        for name in names:
-            match = _LIBRARY.fullmatch(name)
-            if match and int(match[1] or match[2]) in _SUPPORTED_MAJORS:
-                found.setdefault(str(folder / name), int(match[1] or match[2]))
+        for path in _listed(folder):
+            version = _version(_LIBRARY, path.name)
+            if version and version[0] in _MAJORS:
+                found.setdefault(path, version[0])
     # torch's own CUDA first: the driver that runs torch accepts what that NVRTC makes.
     own = _torch_cuda_major()
-    yield from sorted(found, key=lambda path: found[path] != own)
-    majors = sorted(_SUPPORTED_MAJORS, key=lambda major: major != own)
+    yield from map(str, sorted(found, key=lambda path: found[path] != own))
+    majors = sorted(_MAJORS, key=lambda major: major != own)
     yield from (f"nvrtc64_{major}0_0.dll" if _WINDOWS else f"libnvrtc.so.{major}" for major in majors)
+
+
+def _listed(folder: Path) -> list[Path]:
+    try:
+        return sorted(folder.iterdir())
+    except OSError:
+        return []
+
+
+def _version(pattern: re.Pattern[str], name: str) -> tuple[int, ...]:
+    match = pattern.fullmatch(name)
+    return tuple(int(part) for part in match.groups()) if match else ()
+
+
+def _builtins(library: Path) -> list[Path]:
+    return [path for path in _listed(library.parent) if _BUILTINS.fullmatch(path.name)]
 
 
 def _folders() -> Iterator[Path]:
@@ -144,10 +172,8 @@ def _folders() -> Iterator[Path]:
                 Path(root) / package / "bin",
                 Path(root) / package / "lib",
             )
-    yield from (
-        Path(sys.prefix) / "lib",
-        Path(sys.prefix) / "Library" / "bin",
-    )  # conda, on Linux and on Windows
+    # conda, on Linux and on Windows
+    yield from (Path(sys.prefix) / "lib", Path(sys.prefix) / "Library" / "bin")
     for variable in ("CUDA_HOME", "CUDA_PATH"):
         if home := os.environ.get(variable):
             yield from (Path(home) / "lib64", Path(home) / "bin" / "x64", Path(home) / "bin")
@@ -163,7 +189,7 @@ def _torch_cuda_major() -> int | None:
 
 def _open(path: str) -> Any:
     if Path(path).is_absolute():
-        # NVRTC opens its builtins by bare name when it compiles; loaded before, they are found wherever they lie.
-        for builtins in sorted(Path(path).parent.glob(_BUILTINS)):
+        # NVRTC opens its builtins by bare name when it compiles; loaded before, they are found anywhere.
+        for builtins in _builtins(Path(path)):
             ctypes.CDLL(str(builtins))
     return ctypes.CDLL(path)

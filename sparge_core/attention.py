@@ -1,0 +1,57 @@
+"""Sparse attention: the mask, and the back end that serves the tensors at hand, or the reasons why none does."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import backends, reference
+from .backends import Choice, choose
+from .config import SparseConfig
+from .mask import BlockMask
+
+__all__ = ["Choice", "block_mask", "choose", "sparse_attention"]
+
+
+@torch.no_grad()
+def block_mask(q: Tensor, k: Tensor, config: SparseConfig, *, scale: float | None = None) -> BlockMask:
+    """Hybrid block mask of q (B, H, Lq, D) and k (B, H, Lk, D), by the CUDA kernels where they serve.
+
+    scale: factor of the pooled scores, head_dim ** -0.5 by default. The mask is not differentiated.
+    Raises ValueError for shapes, dtypes or devices that do not belong together.
+    """
+    backends.check_inputs(q, k, k)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    q, k = q.detach(), k.detach()
+    if backends.CUDA.why_not(q, k, k) is None:
+        return backends.cuda_kernels().block_mask(q, k, config, scale)
+    return reference.block_mask(q, k, config, scale=scale)
+
+
+def sparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    config: SparseConfig,
+    *,
+    scale: float | None = None,
+    backend: str = "auto",
+    mask: BlockMask | None = None,
+) -> Tensor:
+    """Attention over the key blocks that `config` keeps, or over those of `mask`; arXiv 2602.13515.
+
+    q (B, H, Lq, D), k and v (B, H, Lk, D): unit last stride, else any strides. scale: head_dim ** -0.5 by default.
+    backend: "auto", "cuda", "flex", "reference" or "dense". Where the asked one cannot serve the tensors, dense
+    attention runs; `choose` with the same arguments says what runs and why.
+    Returns (B, H, Lq, D) in q's dtype, differentiable in q, k and v; the mask is not differentiated.
+    Raises ValueError for an unknown back end and for shapes, dtypes or devices that do not belong together.
+    """
+    choice = choose(q, k, v, backend)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if choice.name == "dense":
+        return backends.dense_attention(q, k, v, scale)
+    if mask is None:
+        mask = block_mask(q, k, config, scale=scale)
+    else:
+        backends.check_mask(q, k, mask)
+    return backends.BACKENDS[choice.name].run(q, k, v, mask, scale)

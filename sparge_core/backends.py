@@ -1,0 +1,240 @@
+"""Back ends of `sparse_attention`: what each needs, as data that can say itself in words, and the choice among them.
+
+Everything is asked of the tensors at hand, never of a current or default device, and anew at each call.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import cache
+from types import ModuleType
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import reference
+from .mask import BlockMask
+
+
+class Constraint(Protocol):
+    """One need of a back end. `str()` states it; `why_not` adds what was given instead, or is None if it is met."""
+
+    def why_not(self, q: Tensor, k: Tensor, v: Tensor) -> str | None: ...
+
+
+@dataclass(frozen=True)
+class DeviceIs:
+    type: str
+
+    def __str__(self) -> str:
+        return f"needs tensors on a {self.type} device"
+
+    def why_not(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
+        return None if q.device.type == self.type else f"{self}, got {q.device.type}"
+
+
+@dataclass(frozen=True)
+class DtypeIn:
+    dtypes: tuple[torch.dtype, ...]
+
+    def __str__(self) -> str:
+        return f"needs {_either(_name(dtype) for dtype in self.dtypes)} tensors"
+
+    def why_not(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
+        return None if q.dtype in self.dtypes else f"{self}, got {_name(q.dtype)}"
+
+
+@dataclass(frozen=True)
+class HeadDimIn:
+    dims: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"needs a head dim of {_either(map(str, self.dims))}"
+
+    def why_not(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
+        return None if q.shape[-1] in self.dims else f"{self}, got {q.shape[-1]}"
+
+
+@dataclass(frozen=True)
+class OneDtype:
+    def __str__(self) -> str:
+        return "needs q, k and v of one dtype"
+
+    def why_not(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
+        if q.dtype == k.dtype == v.dtype:
+            return None
+        return f"{self}, got {_name(q.dtype)}, {_name(k.dtype)} and {_name(v.dtype)}"
+
+
+@dataclass(frozen=True)
+class OneHeadShape:
+    def __str__(self) -> str:
+        return "needs as many key as query heads and one head dim for q, k and v"
+
+    def why_not(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
+        if q.shape[1] == k.shape[1] and q.shape[3] == v.shape[3]:
+            return None
+        return f"{self}, got {q.shape[1]} query and {k.shape[1]} key heads, head dims {q.shape[3]} and {v.shape[3]}"
+
+
+@dataclass(frozen=True)
+class UnitLastStride:
+    def __str__(self) -> str:
+        return "needs a head dim that is contiguous in memory"
+
+    def why_not(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
+        if q.stride(3) == k.stride(3) == v.stride(3) == 1:
+            return None
+        return f"{self}, got strides of {q.stride(3)}, {k.stride(3)} and {v.stride(3)} elements"
+
+
+@dataclass(frozen=True)
+class KernelsServe:
+    """The CUDA runtime's own answer: driver, compiler, architecture, gradients."""
+
+    def __str__(self) -> str:
+        return "needs kernels for this GPU"
+
+    def why_not(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
+        return cuda_kernels().why_not(q, k, v)
+
+
+Run = Callable[[Tensor, Tensor, Tensor, BlockMask, float], Tensor]
+
+
+@dataclass(frozen=True)
+class Backend:
+    """name, what it needs at all, what "auto" asks of it beyond that, and how it runs."""
+
+    name: str
+    needs: tuple[Constraint, ...]
+    auto_needs: tuple[Constraint, ...]
+    run: Run
+
+    def why_not(self, q: Tensor, k: Tensor, v: Tensor, *, auto: bool = True) -> str | None:
+        """Sentence that says why it cannot serve these tensors, or None. auto: as "auto" asks."""
+        for need in (self.auto_needs if auto else ()) + self.needs:
+            reason = need.why_not(q, k, v)
+            if reason is not None:
+                return reason
+        return None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The back end that runs, "dense" if none serves, and why each one before it does not."""
+
+    name: str
+    reasons: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def why(self) -> str:
+        """The reasons as one line, "" when the first choice serves."""
+        return "; ".join(f"{name} {reason}" for name, reason in self.reasons.items())
+
+
+@cache
+def cuda_kernels() -> ModuleType:
+    """The CUDA package, imported when a CUDA tensor first asks for it."""
+    return importlib.import_module(".cuda", __package__)
+
+
+def _run_cuda(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float) -> Tensor:
+    return cuda_kernels().attention(q, k, v, mask, scale)
+
+
+def _run_reference(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float) -> Tensor:
+    return reference.attention(q, k, v, mask, scale=scale)
+
+
+CUDA = Backend(
+    "cuda",
+    needs=(
+        DeviceIs("cuda"),
+        OneDtype(),
+        DtypeIn((torch.float16, torch.bfloat16)),
+        OneHeadShape(),
+        HeadDimIn((64, 128)),
+        UnitLastStride(),
+        KernelsServe(),
+    ),
+    auto_needs=(),
+    run=_run_cuda,
+)
+REFERENCE = Backend(
+    "reference",
+    needs=(OneDtype(), OneHeadShape()),
+    auto_needs=(DeviceIs("cpu"),),  # elsewhere it is right but slower than dense
+    run=_run_reference,
+)
+BACKENDS = {backend.name: backend for backend in (CUDA, REFERENCE)}  # in the order that "auto" tries
+NAMES = ("auto", *BACKENDS, "dense")
+
+
+def choose(q: Tensor, k: Tensor, v: Tensor, backend: str = "auto") -> Choice:
+    """Which back end serves q (B, H, Lq, D), k and v (B, H, Lk, D), and why the ones before it do not.
+
+    backend: "auto" for the first that serves, or one name, which is that back end or dense.
+    Raises ValueError for an unknown name and for tensors that do not belong together.
+    """
+    check_inputs(q, k, v)
+    if backend == "dense":
+        return Choice("dense")
+    if backend != "auto" and backend not in BACKENDS:
+        raise ValueError(f"The back end {backend!r} is unknown; choose one of {', '.join(NAMES)}.")
+    reasons: dict[str, str] = {}
+    for candidate in BACKENDS.values() if backend == "auto" else (BACKENDS[backend],):
+        reason = candidate.why_not(q, k, v, auto=backend == "auto")
+        if reason is None:
+            return Choice(candidate.name, reasons)
+        reasons[candidate.name] = reason
+    return Choice("dense", reasons)
+
+
+def dense_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """torch's own attention, for whatever no sparse back end serves: grouped heads and mixed dtypes included."""
+    grouped = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(q, k.to(q.dtype), v.to(q.dtype), scale=scale, enable_gqa=grouped)
+
+
+def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """ValueError, with what was given and what is needed, for tensors that no attention can take."""
+    shapes = f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if not q.dim() == k.dim() == v.dim() == 4:
+        raise ValueError(f"q, k and v must be (batch, heads, tokens, head dim); {shapes}.")
+    if 0 in q.shape or 0 in k.shape or 0 in v.shape:
+        raise ValueError(f"q, k and v must not be empty; {shapes}.")
+    if not q.device == k.device == v.device:
+        raise ValueError(f"q, k and v must be on one device; got {q.device}, {k.device} and {v.device}.")
+    if not all(x.is_floating_point() for x in (q, k, v)):
+        raise ValueError(f"q, k and v must be floating point; got {q.dtype}, {k.dtype} and {v.dtype}.")
+    if q.shape[0] != k.shape[0] or k.shape[:3] != v.shape[:3]:
+        raise ValueError(f"q, k and v must have one batch size, k and v also the same heads and tokens; {shapes}.")
+    if q.shape[3] != k.shape[3]:
+        raise ValueError(f"q and k must have the same head dim; {shapes}.")
+    if q.shape[1] % k.shape[1]:
+        raise ValueError(f"The heads of q must be a multiple of those of k; {shapes}.")
+
+
+def check_mask(q: Tensor, k: Tensor, mask: BlockMask) -> None:
+    """ValueError if `mask` was made for other tensors."""
+    given = (*mask.counts.shape[:2], mask.q_len, mask.k_len)
+    needed = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    if given != needed or mask.bits.device != q.device:
+        raise ValueError(
+            f"The mask is for (batch, heads, query tokens, key tokens) {given} on {mask.bits.device}, but the tensors "
+            f"have {needed} on {q.device}; make it with block_mask(q, k, config)."
+        )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _either(names: Iterable[str]) -> str:
+    *others, last = names
+    return f"{', '.join(others)} or {last}" if others else last

@@ -1,0 +1,88 @@
+"""The CUDA back end: hybrid mask and block-sparse forward for compute capability 8.0 and newer.
+
+Nothing to install: the kernels ship compiled, or NVRTC, which every CUDA build of torch brings, compiles them
+for the GPU at hand at the first use. `python -m sparge_core.cuda info` says what this machine runs and why;
+`... build` compiles for every architecture ahead of time.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+
+import torch
+from torch import Tensor
+
+from ..config import SparseConfig
+from ..mask import BlockMask
+from . import launch, modules
+from .operators import NAMESPACE, force
+
+__all__ = ["attention", "block_mask", "force", "why_not"]
+
+logger = logging.getLogger(__name__)
+_operators = getattr(torch.ops, NAMESPACE)
+
+
+def why_not(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    """Why the kernels cannot serve q, k, v (B, H, L, D), as one sentence; None if they can.
+
+    The first call for a GPU, dtype and head dim compiles and loads the kernels (or reads them from disk), so
+    None means that they are ready; the answer is remembered. Tensors on the CPU never touch CUDA. Never raises.
+    """
+    if not q.is_cuda:
+        return f"needs tensors on a CUDA device, got {q.device.type}"
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return "needs q, k and v that require no gradient: its kernels have no backward pass"
+    return _why_not(q.device.index, q.dtype, q.shape[3])
+
+
+def block_mask(q: Tensor, k: Tensor, config: SparseConfig, scale: float) -> BlockMask:
+    """Hybrid mask of q (B, H, Lq, D), k (B, H, Lk, D), decided on the GPU without a synchronisation."""
+    bits, counts, order = _operators.block_mask(q, k, config.top_k, config.top_p, config.sparsity, scale)
+    return BlockMask(bits, counts, q.shape[2], k.shape[2], order)
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float, return_lse: bool = False
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of q (B, H, Lq, D) to the kept blocks of k, v (B, H, Lk, D); the output has q's strides.
+
+    return_lse: also log2(sum over kept keys of exp(scale * q . k)), float32 (B, H, Lq).
+    """
+    order = mask.order
+    if order is None:  # a mask that did not come from these kernels: any order is right
+        order = torch.arange(mask.counts.numel(), dtype=torch.int32, device=q.device)
+    out, lse = _operators.forward(q, k, v, mask.bits, mask.counts, order, scale)
+    return (out, lse) if return_lse else out
+
+
+@torch.compiler.assume_constant_result
+def _why_not(device_index: int, dtype: torch.dtype, head_dim: int) -> str | None:
+    return _remembered(device_index, dtype, head_dim)
+
+
+@functools.cache
+def _remembered(device_index: int, dtype: torch.dtype, head_dim: int) -> str | None:
+    if torch.version.hip is not None:
+        return "needs an NVIDIA GPU, and this is a ROCm build of torch"
+    if dtype not in launch.VARIANT_DTYPES:
+        return f"needs float16 or bfloat16 tensors, got {str(dtype).removeprefix('torch.')}"
+    if head_dim not in modules.HEAD_DIMS:
+        return f"needs a head dim of {' or '.join(map(str, modules.HEAD_DIMS))}, got {head_dim}"
+    try:
+        device = launch.device(device_index)
+        if device.capability < modules.MINIMUM_CAPABILITY:
+            return (
+                f"needs a GPU of compute capability {_dotted(modules.MINIMUM_CAPABILITY)} or newer, "
+                f"got {device.name} of {_dotted(device.capability)}"
+            )
+        launch.prepare(device_index, dtype, head_dim)
+    except Exception as error:  # whatever it is, the next back end serves; it is said once and remembered
+        logger.warning("The CUDA kernels cannot be used on GPU %d: %s", device_index, error)
+        return f"needs kernels for this GPU: {str(error).partition(chr(10))[0] or type(error).__name__}"
+    return None
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return f"{capability[0]}.{capability[1]}"

@@ -5,10 +5,8 @@ Everything is asked of the tensors at hand, never of a current or default device
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import cache
 from types import ModuleType
 from typing import Protocol
 
@@ -137,10 +135,11 @@ class Choice:
         return "; ".join(f"{name} {reason}" for name, reason in self.reasons.items())
 
 
-@cache
 def cuda_kernels() -> ModuleType:
     """The CUDA package, imported when a CUDA tensor first asks for it."""
-    return importlib.import_module(".cuda", __package__)
+    from . import cuda  # a statement, which torch.compile can trace
+
+    return cuda
 
 
 def _run_cuda(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float) -> Tensor:

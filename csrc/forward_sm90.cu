@@ -21,12 +21,11 @@
 //   V       kValueStages x 128 tokens   one tile each      TMA done  /  all 8 consumer warps finished O
 //   rows    kQueryStages x RowInfo      written by the producer before it arrives at "Q full"
 //
-// Numbers: S, softmax and O in fp32, P rounded to the element type. The running maximum is raised only when a tile exceeds
-// it by 2^kLazyExponent, so O is seldom rescaled; any reference between keeps the result exact.
+// Softmax without a running maximum: any reference M gives the same softmax as long as nothing overflows, so M is the maximum
+// of the row's first tile and later tiles are exponentiated at once. Only a tile whose sum passes kSumLimit goes the careful
+// way: it raises M and rescales what came before. S, sums and O are fp32; P is rounded to the element type.
 
-#ifndef KEY_STAGES
-#define KEY_STAGES 2
-#endif
+#define kInfinity __int_as_float(0x7f800000)
 
 constexpr int kConsumerGroups = 2;
 constexpr int kConsumerWarps = 4 * kConsumerGroups;
@@ -39,7 +38,7 @@ constexpr int kTileKeys = 2 * kBlockK;                 // 128
 constexpr int kSlabs = kHeadDim / kSlabChannels;
 
 constexpr int kQueryStages = 2;
-constexpr int kKeyStages = KEY_STAGES;
+constexpr int kKeyStages = 3;
 constexpr int kValueStages = 2;
 
 constexpr u32 kQuerySlabBytes = kGroupRows * kSlabRowBytes;
@@ -49,7 +48,14 @@ constexpr u32 kBlockSlabBytes = kBlockK * kSlabRowBytes;
 constexpr u32 kTileSlabBytes = 2 * kBlockSlabBytes;
 constexpr u32 kTileBytes = kTileSlabBytes * kSlabs;
 
-constexpr float kLazyExponent = 8.f;
+// A thread's sum over one tile (32 columns) that makes its warp raise the reference: far from overflow, in P's own type too.
+#ifdef ELEMENT_FP16
+constexpr float kSumLimit = 16384.f;
+#else
+constexpr float kSumLimit = 1.0e12f;
+#endif
+// Above this |scale * M| (in powers of two), rounding scale * M would show in the result, so M is subtracted first.
+constexpr float kFusedLimit = 1048576.f;
 
 struct Params {
   TensorMap q, k, v;  // boxes of 64 tokens
@@ -169,16 +175,16 @@ struct TileFeeder {
   }
 };
 
+// Loads a row's queries and says what the consumers are to do with them.
 DEVICE void load_row(const Params& p, const Shared& s, int stage, int row, const Place& at) {
+  const u32* words = p.bits + static_cast<i64>(row) * p.words;
   const int count = p.counts[row];
-  const int tiles = (count + 1) / 2;
-  const int last_block = p.key_length / kBlockK;  // only a ragged end makes this a block
   const int ragged_keys = p.key_length % kBlockK;
-  const bool has_ragged =
-      ragged_keys != 0 && (p.bits[static_cast<i64>(row) * p.words + last_block / 32] >> (last_block % 32) & 1);
+  const int ragged_block = p.key_length / kBlockK;  // a block only if ragged_keys > 0, and then the last one
+  const bool has_ragged = ragged_keys != 0 && (words[ragged_block / 32] >> (ragged_block % 32) & 1);
   volatile RowInfo* info = s.rows + stage;
   info->row = row;
-  info->tiles = tiles;
+  info->tiles = (count + 1) / 2;
   info->last_keys = (count % 2 == 0 ? kTileKeys : kBlockK) - (has_ragged ? kBlockK - ragged_keys : 0);
 
   const u32 full = s.q_full + 8 * stage;
@@ -204,9 +210,6 @@ DEVICE void produce(const Params& p, const Shared& s) {
   while (ticket < p.rows) {
     const int row = p.order[ticket];
     const Place at = place_of(row, p);
-    int later = 0;
-    if (lane == 0) later = atomicAdd(p.ticket, 1);  // its latency hides under this row
-
     const u32* words = p.bits + static_cast<i64>(row) * p.words;
     u32 word = lane < p.words ? words[lane] : 0;
     barrier_wait(s.q_empty + 8 * query.stage, query.parity ^ 1);
@@ -219,9 +222,8 @@ DEVICE void produce(const Params& p, const Shared& s) {
       const u32 next_word = ahead < p.words ? words[ahead] : 0;
       for (u32 lanes = __ballot_sync(kWarp, word != 0); lanes != 0; lanes &= lanes - 1) {
         const int source = __ffs(lanes) - 1;
-        const int first_block = (base + source) * 32 - 1;
         for (u32 set = __shfl_sync(kWarp, word, source); set != 0; set &= set - 1) {
-          const int block = first_block + __ffs(set);
+          const int block = (base + source) * 32 + __ffs(set) - 1;
           if (unpaired < 0) {
             unpaired = block;
           } else {
@@ -233,7 +235,11 @@ DEVICE void produce(const Params& p, const Shared& s) {
       word = next_word;
     }
     if (unpaired >= 0) feeder.push(unpaired, beyond, at);
-    ticket = gridDim.x + __shfl_sync(kWarp, later, 0);
+
+    // Taken only now: a ticket held through a long row would wait for it. The tiles in flight hide the latency.
+    int taken = 0;
+    if (lane == 0) taken = atomicAdd(p.ticket, 1);
+    ticket = gridDim.x + __shfl_sync(kWarp, taken, 0);
   }
   feeder.flush();
   barrier_wait(s.q_empty + 8 * query.stage, query.parity ^ 1);
@@ -249,13 +255,14 @@ DEVICE void produce(const Params& p, const Shared& s) {
 // 8i + 2 (lane % 4) + c, and the output likewise.
 
 struct Softmax {
-  float maximum[2];  // reference maximum, raw scores
-  float sum[2];      // of this thread's columns only
+  float reference[2];   // M, a raw score
+  float sum[2];         // of this thread's columns only
+  bool subtract_first;  // |M| is beyond kFusedLimit; the same in the whole warp
 
   DEVICE void reset() {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      maximum[r] = -__int_as_float(0x7f800000);
+      reference[r] = -kInfinity;
       sum[r] = 0.f;
     }
   }
@@ -275,49 +282,63 @@ DEVICE void hide_keys_from(float (&scores)[64], int keys, int lane) {
 #pragma unroll
   for (int i = 0; i < 64; ++i) {
     const int column = (i / 4) * 8 + (lane % 4) * 2 + i % 2;
-    if (column >= keys) scores[i] = -__int_as_float(0x7f800000);
+    if (column >= keys) scores[i] = -kInfinity;
   }
 }
 
-// Scores become unnormalised probabilities; `rescale` is what earlier sums and outputs must be multiplied by.
-DEVICE void softmax_tile(float (&scores)[64], Softmax& state, float (&rescale)[2], float scale_log2) {
-  float shift[2];
-  float peak[2];
+// P = 2^(scale * score + shift), packed for wgmma's A operand (four registers hold 16 keys), and this thread's sums.
+DEVICE void exponentiate(u32 (&packed)[32], float (&sum)[2], const float (&scores)[64], float scale_log2,
+                         const float (&shift)[2]) {
+  sum[0] = sum[1] = 0.f;
+#pragma unroll
+  for (int i = 0; i < 32; ++i) {
+    const float left = exp2_approx(fmaf(scores[2 * i], scale_log2, shift[i % 2]));
+    const float right = exp2_approx(fmaf(scores[2 * i + 1], scale_log2, shift[i % 2]));
+    sum[i % 2] += left;
+    sum[i % 2] += right;
+    packed[i] = pack_elements(left, right);
+  }
+}
+
+// The careful way: raises M to the tile's maximum; `rescale` is what earlier sums and outputs must be multiplied by.
+DEVICE void raise_reference(float (&scores)[64], Softmax& state, float (&rescale)[2], float scale_log2) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    float x = fmaxf(scores[2 * r], scores[2 * r + 1]);
+    float maximum = state.reference[r];
 #pragma unroll
-    for (int i = 1; i < 16; ++i) x = fmaxf(x, fmaxf(scores[4 * i + 2 * r], scores[4 * i + 2 * r + 1]));
-    x = quad_max(x);
-    const float old = state.maximum[r];
-    const float raised = (x - old) * scale_log2 > kLazyExponent ? x : old;
-    rescale[r] = exp2_approx((old - raised) * scale_log2);
-    state.maximum[r] = raised;
-    peak[r] = fabsf(raised * scale_log2);
-    shift[r] = -raised * scale_log2;
+    for (int i = 0; i < 16; ++i) maximum = fmaxf(maximum, fmaxf(scores[4 * i + 2 * r], scores[4 * i + 2 * r + 1]));
+    maximum = quad_max(maximum);
+    rescale[r] = exp2_approx((state.reference[r] - maximum) * scale_log2);
+    state.reference[r] = maximum;
+    state.sum[r] *= rescale[r];
   }
-  // The fused multiply-add below rounds `shift`; past 2^20 that error would show, so there the subtraction comes first.
-  constexpr float kFusedLimit = 1048576.f;
-  if (__any_sync(0xffffffffu, fmaxf(peak[0], peak[1]) > kFusedLimit)) {
-#pragma unroll
-    for (int i = 0; i < 64; ++i) scores[i] -= state.maximum[(i / 2) % 2];
-    shift[0] = shift[1] = 0.f;
-  }
-  float sum[2] = {0.f, 0.f};
-#pragma unroll
-  for (int i = 0; i < 64; ++i) {
-    const int r = (i / 2) % 2;
-    scores[i] = exp2_approx(fmaf(scores[i], scale_log2, shift[r]));
-    sum[r] += scores[i];
-  }
-#pragma unroll
-  for (int r = 0; r < 2; ++r) state.sum[r] = state.sum[r] * rescale[r] + sum[r];
+  const float largest = fmaxf(fabsf(state.reference[0]), fabsf(state.reference[1])) * scale_log2;
+  state.subtract_first = __any_sync(0xffffffffu, largest > kFusedLimit);
 }
 
-// Packs probabilities into the register layout of wgmma's A operand, four registers for 16 keys.
-DEVICE void pack_probabilities(u32 (&packed)[32], const float (&scores)[64]) {
+// Turns a tile's scores into packed probabilities. Returns whether M was raised, the same in the whole warp.
+DEVICE bool softmax_tile(u32 (&packed)[32], float (&scores)[64], Softmax& state, float (&rescale)[2], float scale_log2,
+                         bool first_tile) {
+  float sum[2];
+  bool careful = first_tile || state.subtract_first;
+  if (!careful) {
+    const float shift[2] = {-state.reference[0] * scale_log2, -state.reference[1] * scale_log2};
+    exponentiate(packed, sum, scores, scale_log2, shift);
+    careful = __any_sync(0xffffffffu, fmaxf(sum[0], sum[1]) > kSumLimit);
+  }
+  if (careful) {
+    raise_reference(scores, state, rescale, scale_log2);
+    float shift[2] = {-state.reference[0] * scale_log2, -state.reference[1] * scale_log2};
+    if (state.subtract_first) {
 #pragma unroll
-  for (int i = 0; i < 32; ++i) packed[i] = pack_elements(scores[2 * i], scores[2 * i + 1]);
+      for (int i = 0; i < 64; ++i) scores[i] -= state.reference[i / 2 % 2];
+      shift[0] = shift[1] = 0.f;
+    }
+    exponentiate(packed, sum, scores, scale_log2, shift);
+  }
+  state.sum[0] += sum[0];
+  state.sum[1] += sum[1];
+  return careful;
 }
 
 DEVICE void issue_scores(float (&scores)[64], u64 query, u64 key) {
@@ -358,7 +379,7 @@ DEVICE void store_row(const Params& p, u32 staging, const float (&out)[kHeadDim 
     const int query = token + lane / 4 + 8 * r;
     if (lane % 4 == 0 && query < p.query_length)
       p.lse[static_cast<i64>(row / p.query_blocks) * p.query_length + query] =
-          state.maximum[r] * p.scale_log2 + log2_approx(sum);
+          state.reference[r] * p.scale_log2 + log2_approx(sum);
   }
 #pragma unroll
   for (int chunk = 0; chunk < kHeadDim / 8; chunk += 2) {
@@ -393,58 +414,61 @@ DEVICE void pass_turn() {
 }
 
 template <int kGroup>
-DEVICE void consume(const Params& p, const Shared& s) {
+struct Consumer {
+  const Params& p;
+  const Shared& s;
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32 % 4;
-  const u32 group_offset = kGroup * kQueryGroupBytes;
-  const u32 warp_offset = group_offset + warp * 16 * kSlabRowBytes;
-  const int warp_token = kGroup * kGroupRows + warp * 16;
 
   RingPosition<kQueryStages> query;
   RingPosition<kKeyStages> key;
   RingPosition<kValueStages> value;
+  RowInfo row;
+  int tile = 0;
+  bool storing = false;  // the previous row's store may still read its Q stage
+  Softmax state;
   float scores[64];
   float out[kHeadDim / 2];
-  u32 probabilities[32];
-  Softmax state;
-  float rescale[2];
 
-  auto wait_row = [&](const RingPosition<kQueryStages>& at) {
+  DEVICE RowInfo wait_row(const RingPosition<kQueryStages>& at) const {
     barrier_wait(s.q_full + 8 * at.stage, at.parity);
     volatile const RowInfo* info = s.rows + at.stage;
     return RowInfo{info->row, info->tiles, info->last_keys};
-  };
-  auto query_descriptor = [&](int stage) { return matrix_descriptor(s.query(stage) + group_offset, 0); };
+  }
 
-  if (kGroup == 1) pass_turn<1>();  // the first turn is group 0's
+  DEVICE u64 query_descriptor(int stage) const {
+    return matrix_descriptor(s.query(stage) + kGroup * kQueryGroupBytes, 0);
+  }
 
-  RowInfo row = wait_row(query);
-  if (row.row < 0) return;
-
-  // Prologue: the first tile of the first row.
-  barrier_wait(s.k_full + 8 * key.stage, key.parity);
-  wait_turn<kGroup>();
-  issue_scores(scores, query_descriptor(query.stage), matrix_descriptor(s.key(key.stage), 0));
-  pass_turn<kGroup>();
-  wgmma_wait<0>();
-  pin(scores);
-  if (lane == 0) barrier_arrive(s.k_empty + 8 * key.stage);
-  key.next();
-  if (row.tiles == 1) hide_keys_from(scores, row.last_keys, lane);
-  state.reset();
-  softmax_tile(scores, state, rescale, p.scale_log2);
-  pack_probabilities(probabilities, scores);
-
-  int tile = 0;
-  bool storing = false;  // the previous row's store may still read its Q stage
-  auto release_stored = [&]() {
+  DEVICE void release_stored() {
     if (storing && lane == 0) {
       tma_store_wait_read();
       barrier_arrive(s.q_empty + 8 * (query.stage ^ 1));
     }
     storing = false;
-  };
-  while (true) {
+  }
+
+  // The first tile of the first row. Returns false when there is none.
+  DEVICE bool start(u32 (&probabilities)[32]) {
+    row = wait_row(query);
+    if (row.row < 0) return false;
+    barrier_wait(s.k_full + 8 * key.stage, key.parity);
+    wait_turn<kGroup>();
+    issue_scores(scores, query_descriptor(query.stage), matrix_descriptor(s.key(key.stage), 0));
+    pass_turn<kGroup>();
+    wgmma_wait<0>();
+    pin(scores);
+    if (lane == 0) barrier_arrive(s.k_empty + 8 * key.stage);
+    key.next();
+    if (row.tiles == 1) hide_keys_from(scores, row.last_keys, lane);
+    state.reset();
+    float rescale[2];
+    softmax_tile(probabilities, scores, state, rescale, p.scale_log2, true);
+    return true;
+  }
+
+  // O += P V of this tile beside S and P of the following one. Returns false after the last tile of the last row.
+  DEVICE bool step(u32 (&probabilities)[32], u32 (&following)[32]) {
     const bool row_ends = tile + 1 == row.tiles;
     RowInfo next = row;
     RingPosition<kQueryStages> next_query = query;
@@ -460,7 +484,6 @@ DEVICE void consume(const Params& p, const Shared& s) {
     barrier_wait(s.v_full + 8 * value.stage, value.parity);
     issue_output(out, probabilities, matrix_descriptor(s.value(value.stage), kTileSlabBytes), tile > 0);
     pass_turn<kGroup>();
-
     release_stored();
 
     wgmma_wait<1>();
@@ -471,30 +494,38 @@ DEVICE void consume(const Params& p, const Shared& s) {
     const int next_tile = row_ends ? 0 : tile + 1;
     if (row_ends) state.reset();
     if (next_tile + 1 == next.tiles && next.last_keys < kTileKeys) hide_keys_from(scores, next.last_keys, lane);
-    softmax_tile(scores, state, rescale, p.scale_log2);
+    float rescale[2];
+    const bool raised = softmax_tile(following, scores, state, rescale, p.scale_log2, row_ends);
 
     wgmma_wait<0>();
     pin(out);
     pin(probabilities);
     if (lane == 0) barrier_arrive(s.v_empty + 8 * value.stage);
     value.next();
-
     if (row_ends) {
-      const int token = row.row % p.query_blocks * kBlockQ + warp_token;
-      store_row(p, s.query(query.stage) + warp_offset, out, done, row.row, token, lane);
+      const int within = kGroup * kGroupRows + warp * 16;
+      const u32 staging = s.query(query.stage) + kGroup * kQueryGroupBytes + warp * 16 * kSlabRowBytes;
+      store_row(p, staging, out, done, row.row, row.row % p.query_blocks * kBlockQ + within, lane);
       storing = true;
-      if (finished) break;
-    } else if (__any_sync(0xffffffffu, rescale[0] != 1.f || rescale[1] != 1.f)) {
+    } else if (raised) {
 #pragma unroll
-      for (int i = 0; i < kHeadDim / 2; ++i) out[i] *= rescale[(i / 2) % 2];
+      for (int i = 0; i < kHeadDim / 2; ++i) out[i] *= rescale[i / 2 % 2];
     }
-    pack_probabilities(probabilities, scores);
     row = next;
     query = next_query;
     tile = next_tile;
+    return !finished;
   }
-  if (lane == 0) tma_store_wait_read();  // shared memory must outlive the store
-}
+
+  DEVICE void run() {
+    if (kGroup == 1) pass_turn<1>();  // the first turn is group 0's
+    u32 even[32], odd[32];
+    if (!start(even)) return;
+    while (step(even, odd) && step(odd, even)) {
+    }
+    if (lane == 0) tma_store_wait_read();  // shared memory must outlive the store
+  }
+};
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) forward_sm90(const __grid_constant__ Params params) {
   extern __shared__ __align__(1024) u8 memory[];
@@ -523,9 +554,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) forward_sm90(const __g
   } else {
     take_registers<kConsumerRegisters>();
     if (group == 1) {
-      consume<0>(params, s);
+      Consumer<0>{params, s}.run();
     } else {
-      consume<1>(params, s);
+      Consumer<1>{params, s}.run();
     }
   }
 }

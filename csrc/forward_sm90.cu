@@ -69,7 +69,6 @@ struct Params {
   int query_length, key_length;
   int words;          // mask words of a row
   float scale_log2;   // scale * log2(e): scores in units of powers of two
-  int reserved;
 };
 
 struct RowInfo {

@@ -93,10 +93,10 @@ def ready_host() -> Host | None:
     if os.environ.get("COMFYUI_PATH"):
         return setup()
     cache = cache_folder()
-    stamp = _read_stamp(cache / "venv")
-    if stamp.get("wanted") != _wanted_in_venv() or not _tree_is_there(cache / "ComfyUI"):
+    done = _read_stamp(cache / "venv")
+    if not (_wanted_in_venv().items() <= done.items() and _tree_is_there(cache / "ComfyUI")):
         return None
-    return Host(cache / "ComfyUI", venv_python(cache / "venv"), stamp["cuda"])
+    return Host(cache / "ComfyUI", venv_python(cache / "venv"), done["cuda"])
 
 
 def venv_python(venv: Path) -> Path:
@@ -161,36 +161,38 @@ def _setup_venv(cache: Path, say: Callable[[str], None]) -> tuple[Path, bool]:
     venv = cache / "venv"
     python = venv_python(venv)
     wanted = _wanted_in_venv()
-    stamp = _read_stamp(venv)
-    if stamp.get("wanted") == wanted:
-        return python, stamp["cuda"]
+    done = _read_stamp(venv)
+    if wanted.items() <= done.items():
+        return python, done["cuda"]
     if sys.version_info < (3, 10):
         raise HostError(f"Python {sys.version.split()[0]} is too old: start this with Python 3.10 or later.")
-    gpu = has_nvidia_gpu()
-    index = os.environ.get("SPARGE_TORCH_INDEX")
-    from_index = ["--index-url", index] if index else []
-    if _runs(python):
-        say(f"venv: bringing {venv} up to date")
-    else:
+    if not _runs(python):
         say(f"venv: making {venv}")
         _call([sys.executable, "-m", "venv", "--clear", str(venv)], cache, "could not make a virtual environment")
-    say(f"venv: {TORCH} for {'an NVIDIA GPU' if gpu else 'the CPU'} (0.2 to 3 GB)")
-    _pip(python, cache, "install", TORCH, *from_index)
-    say(f"venv: {', '.join(TORCH_COMPANIONS)}")
-    _pip(python, cache, "install", "--no-deps", *TORCH_COMPANIONS, *from_index)
-    say(f"venv: {len(_pinned())} packages that ComfyUI imports")
-    _pip(python, cache, "install", "--no-deps", "-r", str(PINS))
+        done = {}
+    if done.get("host") != wanted["host"]:
+        _install_host_packages(python, cache, say)
     say("venv: this pack and its development tools")
     _pip(python, cache, "install", "-c", str(PINS), "-e", f"{ROOT}[dev]")
     _pip(python, cache, "check")
-    _mend_torch_companions(python, cache)
     cuda = _probe(python, f"{python} was set up but does not run. Delete {venv} and run again.")
-    if gpu and not cuda:
+    if has_nvidia_gpu() and not cuda:
         say("venv: there is an NVIDIA GPU, but this torch cannot use it (a build for the CPU, or for a newer driver): "
             "running on the CPU. To change it set SPARGE_TORCH_INDEX to the CUDA index that pytorch.org's install page "
             f"names for your driver, delete {venv} and run again.")
-    _stamp_of(venv).write_text(json.dumps({"wanted": wanted, "cuda": cuda}), encoding="utf-8")
+    _stamp_of(venv).write_text(json.dumps({**wanted, "cuda": cuda}), encoding="utf-8")
     return python, cuda
+
+
+def _install_host_packages(python: Path, cache: Path, say: Callable[[str], None]) -> None:
+    index = os.environ.get("SPARGE_TORCH_INDEX")
+    from_index = ["--index-url", index] if index else []
+    say(f"venv: {TORCH} for {'an NVIDIA GPU' if has_nvidia_gpu() else 'the CPU'} (0.2 to 3 GB)")
+    _pip(python, cache, "install", TORCH, *from_index)
+    say(f"venv: {', '.join(TORCH_COMPANIONS)} and {len(_pinned())} more packages that ComfyUI imports")
+    _pip(python, cache, "install", "--no-deps", *TORCH_COMPANIONS, *from_index)
+    _pip(python, cache, "install", "--no-deps", "-r", str(PINS))
+    _mend_torch_companions(python)
 
 
 def has_nvidia_gpu() -> bool:
@@ -204,11 +206,12 @@ def _pinned() -> list[str]:
     return [line for line in lines if line and not line.startswith("#")]
 
 
-def _wanted_in_venv() -> str:
-    """A fingerprint of all that decides what is in the virtual environment."""
-    parts = [TORCH, *TORCH_COMPANIONS, *_pinned(), (ROOT / "pyproject.toml").read_text(encoding="utf-8"), str(ROOT),
-             os.environ.get("SPARGE_TORCH_INDEX", ""), str(has_nvidia_gpu())]
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+def _wanted_in_venv() -> dict[str, str]:
+    """Fingerprints of all that decides what is in the virtual environment: the host's packages, and this pack's."""
+    host = [TORCH, *TORCH_COMPANIONS, *_pinned(), os.environ.get("SPARGE_TORCH_INDEX", ""), str(has_nvidia_gpu())]
+    pack = [str(ROOT), (ROOT / "pyproject.toml").read_text(encoding="utf-8")]
+    return {name: hashlib.sha256("\n".join(parts).encode()).hexdigest()
+            for name, parts in (("host", host), ("pack", pack))}
 
 
 def _stamp_of(venv: Path) -> Path:
@@ -255,7 +258,7 @@ if not _has_ops():
 '''
 
 
-def _mend_torch_companions(python: Path, cache: Path) -> None:
+def _mend_torch_companions(python: Path) -> None:
     """Let torchvision and torchaudio import beside a torch of another kind.
 
     The package index carries builds that link CUDA's libraries, and a CPU build of torch has none. torchaudio does

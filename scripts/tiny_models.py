@@ -1,0 +1,109 @@
+"""Tiny Wan2.1 checkpoints with random weights, which ComfyUI's own loaders detect and run on a CPU.
+
+    python scripts/host.py run scripts/tiny_models.py MODELS_FOLDER
+
+writes every kind below into MODELS_FOLDER as ComfyUI lays it out. The pictures are noise; the graph, the shapes and the
+attention are those of the real models.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from comfy_tree import use_comfy
+from host import HostError, ready_host
+
+HEAD_DIM = 128  # of every Wan; ComfyUI derives the number of heads from it
+TEXT_DIM = 4096  # width of the umT5 encoder, fixed in the model code
+LATENT_CHANNELS = 16
+# Image-to-video gets the noisy latent, a mask of 4 channels and the latent of the given frames.
+IMAGE_IN_CHANNELS = LATENT_CHANNELS + 4 + LATENT_CHANNELS
+# VACE's control: inactive and reactive latents, and a mask of 8 × 8 pixels a latent cell.
+VACE_IN_CHANNELS = 2 * LATENT_CHANNELS + 64
+CLIP_TOKENS = 257  # of one picture; first-last-frame models embed the positions of two
+
+KINDS = ("t2v", "i2v", "flf2v", "vace")
+
+
+def random_dit(kind: str, *, heads: int = 2, layers: int = 2, seed: int = 0) -> dict[str, Tensor]:
+    """A diffusion transformer's weights in ComfyUI's key scheme, fp16, from the model code that `use_comfy` chose."""
+    import comfy.ops
+    from comfy.ldm.wan.model import VaceWanModel, WanModel
+
+    if kind not in KINDS:
+        raise ValueError(f"There is no tiny model {kind!r}; the kinds are {', '.join(KINDS)}.")
+    dim = heads * HEAD_DIM
+    common = {"dim": dim, "ffn_dim": 2 * dim, "num_heads": heads, "num_layers": layers, "text_dim": TEXT_DIM,
+              "out_dim": LATENT_CHANNELS, "cross_attn_norm": True, "operations": comfy.ops.disable_weight_init,
+              "dtype": torch.float32, "device": "cpu"}
+    if kind == "vace":
+        model: nn.Module = VaceWanModel(in_dim=LATENT_CHANNELS, vace_in_dim=VACE_IN_CHANNELS, vace_layers=1, **common)
+    elif kind == "t2v":
+        model = WanModel(model_type="t2v", in_dim=LATENT_CHANNELS, **common)
+    else:
+        positions = 2 * CLIP_TOKENS if kind == "flf2v" else None
+        model = WanModel(model_type="i2v", in_dim=IMAGE_IN_CHANNELS, flf_pos_embed_token_number=positions, **common)
+    return {key: weight.half() for key, weight in _random_weights(model, seed).items()}
+
+
+def random_vae(seed: int = 0) -> dict[str, Tensor]:
+    """Weights of Wan's VAE at a width of 8 channels, fp32."""
+    from comfy.ldm.wan.vae import WanVAE
+
+    vae = WanVAE(dim=8, z_dim=LATENT_CHANNELS, dim_mult=[1, 2, 4, 4], num_res_blocks=2, attn_scales=[],
+                 temperal_downsample=[False, True, True], image_channels=3, conv_out_channels=3, dropout=0.0)
+    return _random_weights(vae, seed)
+
+
+def _random_weights(model: nn.Module, seed: int) -> dict[str, Tensor]:
+    """Weights that keep activations near unit variance: norms 1, biases 0, matrices by their fan-in."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = {}
+    for key, like in model.state_dict().items():
+        if key.endswith("modulation"):
+            weight = torch.randn(like.shape, generator=generator) / like.shape[-1] ** 0.5
+        elif like.ndim > 1 and not key.endswith("gamma"):
+            weight = torch.randn(like.shape, generator=generator) / like[0].numel() ** 0.5
+        elif key.endswith(("gamma", "weight")):
+            weight = torch.ones(like.shape)
+        else:
+            weight = torch.zeros(like.shape)
+        weights[key] = weight
+    return weights
+
+
+def files_in(models: Path) -> dict[str, Path]:
+    """Where `make` puts each checkpoint in a ComfyUI models folder: by kind, and the VAE under "vae"."""
+    files = {kind: models / "diffusion_models" / f"tiny_wan21_{kind}.safetensors" for kind in KINDS}
+    return {**files, "vae": models / "vae" / "tiny_wan21_vae.safetensors"}
+
+
+def make(models: Path) -> dict[str, Path]:
+    """Write the checkpoints and return `files_in(models)`; files newer than this script are kept."""
+    files = files_in(models)
+    written_after = Path(__file__).stat().st_mtime
+    missing = [kind for kind, file in files.items() if not file.is_file() or file.stat().st_mtime < written_after]
+    if not missing:
+        return files
+    host = ready_host()
+    if host is None:
+        raise HostError("There is no ComfyUI yet. Run: python scripts/host.py setup")
+    use_comfy(host.tree)
+    from safetensors.torch import save_file
+
+    for kind in missing:
+        files[kind].parent.mkdir(parents=True, exist_ok=True)
+        weights = random_vae() if kind == "vae" else random_dit(kind)
+        save_file({key: weight.contiguous() for key, weight in weights.items()}, files[kind])
+    return files
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit(__doc__)
+    for path in make(Path(sys.argv[1])).values():
+        print(f"{path} ({path.stat().st_size / 1e6:.1f} MB)")

@@ -36,24 +36,27 @@ DEVICE u32 tile_offset(int row, int chunk) { return row * kRowBytes + ((chunk ^ 
 // address(row, chunk + step) == address(row, chunk) ^ chunk_offset(step) where chunk < 2 and step is even.
 DEVICE u32 chunk_offset(int step) { return step << 4; }
 
-// Starts the copy of `kRows` consecutive tokens by all `kThreads` threads; rows from `valid` on become zero.
+// Where in a tile's first rows, and in the token it starts with, this thread's share of every copy begins.
+DEVICE int copy_row() { return threadIdx.x / kRowChunks; }
+DEVICE int copy_chunk() { return threadIdx.x % kRowChunks; }
+DEVICE const u16* copy_source(const u16* token, i64 token_stride) {
+  return token + copy_row() * token_stride + copy_chunk() * kChunk;
+}
+
+// All `kThreads` threads copy `kRows` consecutive tokens, each from its `copy_source`; rows from `valid` on become zero.
 template <int kRows, int kThreads>
-DEVICE void load_tile(u32 tile, const u16* tokens, i64 token_stride, int valid) {
+DEVICE void copy_tile(u32 tile, const u16* source, i64 token_stride, int valid) {
   constexpr int kRowsAtOnce = kThreads / kRowChunks;
   static_assert(kThreads % kRowChunks == 0 && kRows % kRowsAtOnce == 0 && kRowsAtOnce % 8 == 0, "tile shape");
-  const int row = threadIdx.x / kRowChunks, chunk = threadIdx.x % kRowChunks;
-  const u32 target = tile + tile_offset(row, chunk);
-  const u16* source = tokens + row * token_stride + chunk * kChunk;
+  const u32 target = tile + tile_offset(copy_row(), copy_chunk());
   if (valid >= kRows) {
 #pragma unroll
     for (int first = 0; first < kRows; first += kRowsAtOnce)
       copy_async(target + first * kRowBytes, source + first * token_stride);
   } else {
 #pragma unroll
-    for (int first = 0; first < kRows; first += kRowsAtOnce) {
-      const bool exists = row + first < valid;
-      copy_async_or_zero(target + first * kRowBytes, exists ? source + first * token_stride : tokens, exists);
-    }
+    for (int first = 0; first < kRows; first += kRowsAtOnce)
+      copy_async_or_zero(target + first * kRowBytes, source + first * token_stride, copy_row() + first < valid);
   }
 }
 

@@ -28,7 +28,8 @@ def why_not(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     """Why the kernels cannot serve q, k, v (B, H, L, D), as one sentence; None if they can.
 
     The first call for a GPU, dtype and head dim compiles and loads the kernels (or reads them from disk), so
-    None means that they are ready; the answer is remembered. Tensors on the CPU never touch CUDA. Never raises.
+    None means that they are ready; the answer is remembered. Tensors on the CPU never touch CUDA. Nothing is
+    raised.
     """
     if not q.is_cuda:
         return f"needs tensors on a CUDA device, got {q.device.type}"
@@ -80,7 +81,8 @@ def _remembered(device_index: int, dtype: torch.dtype, head_dim: int) -> str | N
         launch.prepare(device_index, dtype, head_dim)
     except Exception as error:  # whatever it is, the next back end serves; it is said once and remembered
         logger.warning("The CUDA kernels cannot be used on GPU %d: %s", device_index, error)
-        return f"needs kernels for this GPU: {str(error).partition(chr(10))[0] or type(error).__name__}"
+        sentence = next(iter(str(error).splitlines()), type(error).__name__)
+        return f"needs kernels for this GPU: {sentence}"
     return None
 
 

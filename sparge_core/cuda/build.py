@@ -1,9 +1,9 @@
 """Compiles every module for every architecture ahead of time: `python -m sparge_core.cuda build`.
 
-ninja runs one worker per module and architecture; a worker drives nvcc where there is one, else NVRTC, and fails
-on anything that would make the kernels slow: spilled registers, a stack frame, serialised wgmma. No GPU is
-needed. The files are those that `cache.binaries` looks for: a release carries them and nothing compiles on the
-user's machine.
+ninja runs one worker per module and architecture; a worker drives nvcc where there is one, else NVRTC, and
+fails on anything that would make the kernels slow: spilled registers, a stack frame, serialised wgmma. No GPU
+is needed. The files are those that `cache.binaries` looks for: a release carries them, and nothing is
+compiled on the user's machine.
 """
 
 from __future__ import annotations

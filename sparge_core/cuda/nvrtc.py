@@ -18,13 +18,10 @@ from typing import Any
 
 _WINDOWS = sys.platform == "win32"
 _MAJORS = (13, 12)
-# The library, with its major version, and what it needs beside it, with major and minor version.
-if _WINDOWS:
-    _LIBRARY = re.compile(r"nvrtc64_(\d+)0_0\.dll")  # and not nvrtc64_120_0.alt.dll
-    _BUILTINS = re.compile(r"nvrtc-builtins64_(\d+)(\d)\.dll")
-else:
-    _LIBRARY = re.compile(r"libnvrtc\.so\.(\d+)")
-    _BUILTINS = re.compile(r"libnvrtc-builtins\.so\.(\d+)\.(\d+)")
+# The library, with its major version, and what it needs beside it, with major and minor version. Windows also has
+# an nvrtc64_120_0.alt.dll, which is not wanted.
+_LIBRARY = re.compile(r"libnvrtc\.so\.(\d+)|nvrtc64_(\d+)0_0\.dll")
+_BUILTINS = re.compile(r"libnvrtc-builtins\.so\.(\d+)\.(\d+)|nvrtc-builtins64_(\d+)(\d)\.dll")
 
 
 class CompilerError(RuntimeError):
@@ -106,7 +103,7 @@ def likely_name() -> str | None:
     if not path.is_absolute():
         return None
     for builtins in _builtins(path):
-        major, minor = (int(part) for part in _version(_BUILTINS, builtins.name))
+        major, minor = _version(_BUILTINS, builtins.name)
         if major == _version(_LIBRARY, path.name)[0]:
             return f"nvrtc-{major}.{minor}"
     return None
@@ -152,7 +149,7 @@ def _listed(folder: Path) -> list[Path]:
 
 def _version(pattern: re.Pattern[str], name: str) -> tuple[int, ...]:
     match = pattern.fullmatch(name)
-    return tuple(int(part) for part in match.groups()) if match else ()
+    return tuple(int(part) for part in match.groups() if part) if match else ()
 
 
 def _builtins(library: Path) -> list[Path]:

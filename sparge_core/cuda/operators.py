@@ -1,7 +1,7 @@
 """The two operators of the namespace `sparge_attention2`: schemas, shapes for tracing, and what runs on CUDA.
 
-Importing this module registers them, once per process even where the package is imported under two names. They
-are the door to the kernels: tensors that do not belong together are refused here, before any launch.
+Importing this module registers them, once per process even where the package is imported under two names.
+They are the door to the kernels: tensors that do not belong together are refused here, before any launch.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 import functools
 import importlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,7 +53,7 @@ def force(family: str) -> Iterator[None]:
 def _block_mask(
     q: Tensor, k: Tensor, top_k: float, top_p: float, sparsity: float, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    _check_tensors(q, k)
+    _check_tensors(q, k, k)
     return _launcher("mask_kernels", "block_mask")(q, k, top_k, top_p, sparsity, scale)
 
 
@@ -66,10 +67,8 @@ def _forward(
 
 
 @functools.cache
-def _launcher(module: str, function: str) -> Callable[..., tuple[Tensor, ...]]:
-    launcher: Callable[..., tuple[Tensor, ...]] = getattr(
-        importlib.import_module(f".{module}", __package__), function
-    )
+def _launcher(module: str, function: str) -> Callable[..., Any]:
+    launcher: Callable[..., Any] = getattr(importlib.import_module(f".{module}", __package__), function)
     return launcher
 
 
@@ -77,9 +76,9 @@ def _block_mask_shapes(
     q: Tensor, k: Tensor, top_k: float, top_p: float, sparsity: float, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     batch, heads, q_len, _ = q.shape
-    rows, words = num_blocks(q_len, BLOCK_Q), num_blocks(num_blocks(k.shape[2], BLOCK_K), WORD_BITS)
+    rows = num_blocks(q_len, BLOCK_Q)
     return (
-        q.new_empty((batch, heads, rows, words), dtype=torch.int32),
+        q.new_empty((batch, heads, rows, _words(k.shape[2])), dtype=torch.int32),
         q.new_empty((batch, heads, rows), dtype=torch.int32),
         q.new_empty((batch * heads * rows,), dtype=torch.int32),
     )
@@ -91,55 +90,59 @@ def _forward_shapes(
     return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-def _check_tensors(q: Tensor, *others: Tensor) -> None:
-    if (
-        q.dim() != 4
-        or q.dtype not in launch.VARIANT_DTYPES
-        or q.shape[3] not in modules.HEAD_DIMS
-        or not q.numel()
-    ):
-        raise ValueError(
-            "The CUDA kernels take (batch, heads, tokens, head dim) tensors that are not empty, of float16 or "
-            f"bfloat16 and a head dim of 64 or 128; got {q.dtype} {tuple(q.shape)}."
-        )
-    device, dtype = q.device, q.dtype
-    batch, heads, _, head_dim = q.shape
-    shape = others[0].shape  # v has that of k
-    for other in others:
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    shape, other = q.shape, k.shape
+    if len(shape) == len(other) == 4:
+        batch, heads, q_len, head_dim = shape
+        k_len, dtype, device = other[2], q.dtype, q.get_device()
         if (
-            other.device != device
-            or other.dtype != dtype
-            or other.shape != shape
-            or (*shape[:2], *shape[3:]) != (batch, heads, head_dim)
-            or not shape[2]
+            other == (batch, heads, k_len, head_dim)
+            and v.shape == other
+            and batch * heads * q_len * k_len > 0
+            and head_dim in modules.HEAD_DIMS
+            and dtype in launch.VARIANT_DTYPES
+            and dtype == k.dtype == v.dtype
+            and device == k.get_device() == v.get_device()
         ):
-            raise ValueError(
-                "q, k and v must share device, dtype, batch size, heads and head dim, k and v also the tokens; got "
-                + ", ".join(f"{x.dtype} {tuple(x.shape)} on {x.device}" for x in (q, *others))
-                + "."
-            )
+            return
+    raise ValueError(
+        "The CUDA kernels take q, k and v (batch, heads, tokens, head dim) that are not empty, on one GPU, of "
+        "one dtype (float16 or bfloat16), batch size, number of heads and head dim (64 or 128), k and v also of "
+        "one number of tokens; got "
+        f"{_described(q, k, v)}."
+    )
 
 
 def _check_mask(q: Tensor, k: Tensor, bits: Tensor, counts: Tensor, order: Tensor) -> None:
     batch, heads, q_len, _ = q.shape
-    rows, words = num_blocks(q_len, BLOCK_Q), num_blocks(num_blocks(k.shape[2], BLOCK_K), WORD_BITS)
-    needed = ((batch, heads, rows, words), (batch, heads, rows), (batch * heads * rows,))
-    for tensor, shape in zip((bits, counts, order), needed, strict=True):
-        if (
-            tensor.shape != shape
-            or tensor.dtype != torch.int32
-            or tensor.device != q.device
-            or not tensor.is_contiguous()
-        ):
-            raise ValueError(
-                f"bits, counts and order must be contiguous int32 on {q.device} of shapes {needed}; got "
-                + ", ".join(f"{x.dtype} {tuple(x.shape)} on {x.device}" for x in (bits, counts, order))
-                + "."
-            )
+    rows, words, device = num_blocks(q_len, BLOCK_Q), _words(k.shape[2]), q.get_device()
+    if not (
+        bits.shape == (batch, heads, rows, words)
+        and counts.shape == (batch, heads, rows)
+        and order.shape == (batch * heads * rows,)
+        and bits.dtype == counts.dtype == order.dtype == torch.int32
+        and device == bits.get_device() == counts.get_device() == order.get_device()
+        and bits.is_contiguous()
+        and counts.is_contiguous()
+        and order.is_contiguous()
+    ):
+        raise ValueError(
+            f"The mask of q {tuple(q.shape)} and k {tuple(k.shape)} on {q.device} is contiguous int32: bits "
+            f"{(batch, heads, rows, words)}, counts {(batch, heads, rows)}, order {(batch * heads * rows,)}; "
+            f"got {_described(bits, counts, order)}."
+        )
+
+
+def _words(k_len: int) -> int:
+    return num_blocks(num_blocks(k_len, BLOCK_K), WORD_BITS)
+
+
+def _described(*tensors: Tensor) -> str:
+    return ", ".join(f"{x.dtype} {tuple(x.shape)} on {x.device}" for x in tensors)
 
 
 def _register() -> torch.library.Library | None:
-    """Defines the operators; the returned object keeps them alive. None if another copy of the package has."""
+    """Defines the operators; they live as long as the result. None if another copy of the package has."""
     if hasattr(getattr(torch.ops, NAMESPACE), "forward"):
         return None
     library = torch.library.Library(NAMESPACE, "FRAGMENT")

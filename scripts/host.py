@@ -23,6 +23,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -50,7 +51,7 @@ TORCH = "torch==2.13.0"
 TORCH_COMPANIONS = ("torchvision==0.28.0", "torchaudio==2.11.1")
 PINS = ROOT / "scripts" / "host_pins.txt"
 
-START_SECONDS = 120  # a cold start imports torch and some hundred nodes; seven seconds on a warm disk
+START_SECONDS = 300  # seven seconds on an idle machine with a warm disk, minutes on a busy one
 POLL_SECONDS = 0.1
 
 
@@ -139,10 +140,12 @@ def _setup_tree(cache: Path, python: Path, say: Callable[[str], None]) -> Path:
     for old in (fresh, tree):
         shutil.rmtree(old, ignore_errors=True)
     with tarfile.open(archive) as sdist:
-        members = [m for m in sdist.getmembers() if m.name.startswith(TREE_IN_SDIST + "/") and (m.isfile() or m.isdir())]
-        for member in members:
-            member.name = member.name[len(TREE_IN_SDIST) + 1:]
-        sdist.extractall(fresh, members=members, filter="data")
+        for member in sdist:
+            content = sdist.extractfile(member) if member.name.startswith(TREE_IN_SDIST + "/") else None
+            if content is not None:  # a regular file
+                place = fresh / member.name[len(TREE_IN_SDIST) + 1:]
+                place.parent.mkdir(parents=True, exist_ok=True)
+                place.write_bytes(content.read())
     (fresh / _TREE_STAMP).write_text(COMFY_SDIST_SHA256, encoding="utf-8")
     os.replace(fresh, tree)
     return tree
@@ -411,7 +414,8 @@ class Server:
         self._process = None
 
     def log_text(self) -> str:
-        return self.log.read_text(encoding="utf-8", errors="replace")
+        """What the server has written, without the colours."""
+        return re.sub(r"\x1b\[[0-9;]*m", "", self.log.read_text(encoding="utf-8", errors="replace"))
 
     def _wait_until_ready(self) -> None:
         deadline = time.monotonic() + START_SECONDS
@@ -424,14 +428,9 @@ class Server:
         else:
             raise HostError(f"ComfyUI did not answer within {START_SECONDS} s. The end of {self.log}:\n"
                             f"{_tail(self.log_text(), 20)}")
-        # ComfyUI goes on without a pack that it could not import, and without an exit code that says so.
-        log = self.log_text()
-        failed = [line for line in log.splitlines()
-                  if "(IMPORT FAILED)" in line and str(self.base / "custom_nodes") in line]
-        if failed:
-            start = max(log.find("Traceback"), 0)
-            raise HostError("ComfyUI could not import:\n" + "\n".join(failed) + f"\nFrom {self.log}:\n"
-                            + "\n".join(f"    {line}" for line in log[start:].splitlines()[:40]))
+        # ComfyUI goes on without a pack that it could not import, and no exit code says so.
+        if failed := import_failures(self.log_text(), self.base / "custom_nodes"):
+            raise HostError(f"ComfyUI could not import {len(failed)} custom node(s):\n" + "\n".join(failed))
 
     def _check_alive(self) -> None:
         if self._process is None or self._process.poll() is not None:
@@ -495,6 +494,15 @@ class Server:
         """The content of a file that an output names (filename, subfolder, type)."""
         return self._request("/view?" + urllib.parse.urlencode(
             {"filename": file["filename"], "subfolder": file.get("subfolder", ""), "type": file.get("type", "output")}))
+
+
+def import_failures(log: str, custom_nodes: Path) -> list[str]:
+    """The custom nodes that ComfyUI's log says could not be imported, each with its traceback."""
+    failures = []
+    for found in re.finditer(rf"^.*Cannot import {re.escape(str(custom_nodes))}.*$", log, re.MULTILINE):
+        traceback = max(log.rfind("Traceback", 0, found.start()), 0)
+        failures.append(log[traceback:found.end()])
+    return failures
 
 
 def _refusal(answer: dict[str, Any]) -> str:

@@ -1,9 +1,9 @@
 """Tiny Wan2.1 checkpoints with random weights, which ComfyUI's own loaders detect and run on a CPU.
 
-    python scripts/host.py run scripts/tiny_models.py MODELS_FOLDER
+    python scripts/host.py run scripts/tiny_models.py FOLDER
 
-writes every kind below into MODELS_FOLDER as ComfyUI lays it out. The pictures are noise; the graph, the shapes and the
-attention are those of the real models.
+writes one of every kind into the ComfyUI, or the base directory, in FOLDER, with a VAE and a text embedding. The
+pictures are noise; the graph, the shapes and the attention are those of the real models.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from comfy_tree import use_comfy
 from host import HostError, ready_host
 
 HEAD_DIM = 128  # of every Wan; ComfyUI derives the number of heads from it
-TEXT_DIM = 4096  # width of the umT5 encoder, fixed in the model code
+TEXT_TOKENS, TEXT_DIM = 512, 4096  # of the umT5 encoder, fixed in the model code
 LATENT_CHANNELS = 16
 # Image-to-video gets the noisy latent, a mask of 4 channels and the latent of the given frames.
 IMAGE_IN_CHANNELS = LATENT_CHANNELS + 4 + LATENT_CHANNELS
@@ -76,15 +76,22 @@ def _random_weights(model: nn.Module, seed: int) -> dict[str, Tensor]:
     return weights
 
 
-def files_in(models: Path) -> dict[str, Path]:
-    """Where `make` puts each checkpoint in a ComfyUI models folder: by kind, and the VAE under "vae"."""
-    files = {kind: models / "diffusion_models" / f"tiny_wan21_{kind}.safetensors" for kind in KINDS}
-    return {**files, "vae": models / "vae" / "tiny_wan21_vae.safetensors"}
+def text_embedding(seed: int = 0) -> Tensor:
+    """A stand-in for what umT5 makes of a prompt: (1, 512, 4096), fp32."""
+    return torch.randn(1, TEXT_TOKENS, TEXT_DIM, generator=torch.Generator().manual_seed(seed))
 
 
-def make(models: Path) -> dict[str, Path]:
-    """Write the checkpoints and return `files_in(models)`; files newer than this script are kept."""
-    files = files_in(models)
+def files_in(base: Path) -> dict[str, Path]:
+    """Where `make` puts each file under ComfyUI's base directory: DiTs by kind, the "vae" and the "text" embedding."""
+    files = {kind: base / "models" / "diffusion_models" / f"tiny_wan21_{kind}.safetensors" for kind in KINDS}
+    files["vae"] = base / "models" / "vae" / "tiny_wan21_vae.safetensors"
+    files["text"] = base / "datasets" / "tiny_wan21" / "shard_0000.pkl"
+    return files
+
+
+def make(base: Path) -> dict[str, Path]:
+    """Write the files and return `files_in(base)`; files newer than this script are kept."""
+    files = files_in(base)
     written_after = Path(__file__).stat().st_mtime
     missing = [kind for kind, file in files.items() if not file.is_file() or file.stat().st_mtime < written_after]
     if not missing:
@@ -97,8 +104,13 @@ def make(models: Path) -> dict[str, Path]:
 
     for kind in missing:
         files[kind].parent.mkdir(parents=True, exist_ok=True)
-        weights = random_vae() if kind == "vae" else random_dit(kind)
-        save_file({key: weight.contiguous() for key, weight in weights.items()}, files[kind])
+        if kind == "text":
+            # The format of ComfyUI's node LoadTrainingDataset, which reads it with weights_only.
+            latent = {"samples": torch.zeros(1, LATENT_CHANNELS, 1, 8, 8)}
+            torch.save({"latents": [latent], "conditioning": [[[text_embedding(), {}]]]}, files[kind])
+        else:
+            weights = random_vae() if kind == "vae" else random_dit(kind)
+            save_file({key: weight.contiguous() for key, weight in weights.items()}, files[kind])
     return files
 
 

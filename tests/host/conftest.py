@@ -84,9 +84,9 @@ def pack(comfy: ModuleType) -> ModuleType:
 
 @pytest.fixture(scope="session")
 def tiny_models(host: Host, base: Path) -> dict[str, Path]:
-    """Checkpoints of tiny random Wan models: "t2v", "i2v", "flf2v", "vace", and the "vae"."""
-    subprocess.run([host.python, makers.__file__, base / "models"], check=True, capture_output=True)
-    return makers.files_in(base / "models")
+    """Files of tiny random Wan models: "t2v", "i2v", "flf2v", "vace", the "vae", and a "text" embedding."""
+    subprocess.run([host.python, makers.__file__, base], check=True, capture_output=True)
+    return makers.files_in(base)
 
 
 @pytest.fixture(scope="session")

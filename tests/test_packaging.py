@@ -1,0 +1,99 @@
+"""What installers and ComfyUI's registry read, and what an install leaves behind."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    tomllib = pytest.importorskip("tomli")
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def project() -> dict[str, Any]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    subprocess.run([sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)], cwd=ROOT, check=True,
+                   capture_output=True)
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+def _distribution(requirement: str) -> str:
+    name = re.match(r"[A-Za-z0-9._-]+", requirement)
+    assert name is not None
+    return name.group().lower().replace("_", "-")
+
+
+def test_the_manager_and_the_registry_install_the_same(project: dict[str, Any]) -> None:
+    lines = (ROOT / "requirements.txt").read_text(encoding="utf-8").splitlines()
+    assert lines == project["project"]["dependencies"]
+
+
+def test_no_install_touches_the_users_torch(project: dict[str, Any]) -> None:
+    wanted = [*project["project"]["dependencies"], *sum(project["project"]["optional-dependencies"].values(), [])]
+    assert not {"torch", "torchvision", "torchaudio", "triton"} & {_distribution(line) for line in wanted}
+
+
+def test_the_registry_gets_what_it_needs(project: dict[str, Any]) -> None:
+    assert project["project"]["name"] == "comfyui-spargeattention2"
+    assert project["project"]["version"]
+    assert project["tool"]["comfy"]["PublisherId"]
+    assert project["tool"]["comfy"]["DisplayName"] == "SpargeAttention2"
+
+
+def test_the_wheel_carries_the_package_and_the_cuda_sources_and_nothing_else(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    sources = {f"sparge_core/csrc/{file.name}" for file in (ROOT / "csrc").glob("*.cu*")}
+    modules = {file.relative_to(ROOT).as_posix() for file in (ROOT / "sparge_core").rglob("*.py")}
+    assert sources
+    assert sources | modules <= names
+    others = {name for name in names - sources - modules if ".dist-info/" not in name}
+    assert all(name.startswith("sparge_core/csrc/") for name in others), others
+
+
+def test_the_wheel_works_without_the_repository(wheel: Path, tmp_path: Path) -> None:
+    zipfile.ZipFile(wheel).extractall(tmp_path)
+    code = ("import sys; sys.path.insert(0, '.'); import torch, sparge_core\n"
+            "from sparge_core.cuda import modules\n"
+            "q = torch.randn(1, 1, 200, 64)\n"
+            "out = sparge_core.sparse_attention(q, q, q, sparge_core.SparseConfig(top_k=1.0, top_p=1.0))\n"
+            "assert torch.allclose(out, torch.nn.functional.scaled_dot_product_attention(q, q, q), atol=1e-5)\n"
+            "assert modules.source_folder().is_dir()\n"
+            "print(sparge_core.__file__, modules.source_folder())")
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert all(str(tmp_path) in path for path in done.stdout.split()), done.stdout
+
+
+def test_an_editable_install_has_one_sparge_core(tmp_path: Path) -> None:
+    """A second copy, of the CUDA sources alone, would be found first and hide the package."""
+    try:
+        importlib.metadata.distribution("comfyui-spargeattention2")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("the package is not installed in this Python; run: make test")
+    done = subprocess.run([sys.executable, "-c", "import sparge_core; print(sparge_core.__file__)"], cwd=tmp_path,
+                          capture_output=True, text=True, check=True)
+    assert Path(done.stdout.strip()) == ROOT / "sparge_core" / "__init__.py"
+
+
+def test_sparge_core_imports_without_comfyui_and_without_starting_cuda(tmp_path: Path) -> None:
+    code = (f"import sys; sys.path.insert(0, {str(ROOT)!r}); import sparge_core, sparge_core.cuda, torch\n"
+            "print(torch.cuda.is_initialized(), 'comfy' in sys.modules)")
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "False"]

@@ -1,10 +1,8 @@
 """SpargeAttention2 without ComfyUI: hybrid Top-k and Top-p block-sparse attention (arXiv 2602.13515).
 
-    from sparge_core import SparseConfig, block_mask, sparse_attention
-
-    config = SparseConfig(top_k=0.03, top_p=0.2)
-    out = sparse_attention(q, k, v, config)    # q, k, v: (B, H, L, D)
-    mask = block_mask(q, k, config)            # mask.sparsity, mask.dense()
+>>> config = SparseConfig(top_k=0.03, top_p=0.2)
+>>> out = sparse_attention(q, k, v, config)    # q, k, v: (B, H, L, D)
+>>> mask = block_mask(q, k, config)            # mask.sparsity, mask.dense()
 """
 
 from .attention import Choice, block_mask, choose, sparse_attention

@@ -1,4 +1,4 @@
-"""Sparse attention: the mask, and the back end that serves the tensors at hand, or the reasons why none does."""
+"""Sparse attention: the mask, then the back end that serves the tensors, or dense with the reasons."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def sparse_attention(
 ) -> Tensor:
     """Attention over the key blocks that `config` keeps, or over those of `mask`; arXiv 2602.13515.
 
-    q (B, H, Lq, D), k and v (B, H, Lk, D): unit last stride, else any strides. scale: head_dim ** -0.5 by default.
-    backend: "auto", "cuda", "flex", "reference" or "dense". Where the asked one cannot serve the tensors, dense
-    attention runs; `choose` with the same arguments says what runs and why.
+    q (B, H, Lq, D), k and v (B, H, Lk, D): any strides; scale: head_dim ** -0.5 by default.
+    backend: "auto", "cuda", "flex", "reference" or "dense". Where the asked one cannot serve the tensors,
+    dense attention runs; `choose` with the same arguments says what runs and why.
     Returns (B, H, Lq, D) in q's dtype, differentiable in q, k and v; the mask is not differentiated.
     Raises ValueError for an unknown back end and for shapes, dtypes or devices that do not belong together.
     """
@@ -50,8 +50,11 @@ def sparse_attention(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if choice.name == "dense":
         return backends.dense_attention(q, k, v, scale)
+    dtype = q.dtype
+    if choice.cast is not None:
+        q, k, v = q.to(choice.cast), k.to(choice.cast), v.to(choice.cast)
     if mask is None:
         mask = block_mask(q, k, config, scale=scale)
     else:
         backends.check_mask(q, k, mask)
-    return backends.BACKENDS[choice.name].run(q, k, v, mask, scale)
+    return backends.BACKENDS[choice.name].run(q, k, v, mask, scale).to(dtype)

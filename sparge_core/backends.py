@@ -1,4 +1,4 @@
-"""Back ends of `sparse_attention`: what each needs, as data that can say itself in words, and the choice among them.
+"""Back ends of `sparse_attention`: what each needs, as data with a sentence, and the choice among them.
 
 Everything is asked of the tensors at hand, never of a current or default device, and anew at each call.
 """
@@ -14,12 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import reference
+from . import flex, reference
 from .mask import BlockMask
 
 
 class Constraint(Protocol):
-    """One need of a back end. `str()` states it; `why_not` adds what was given instead, or is None if it is met."""
+    """A need of a back end. `str()` states it; `why_not` adds what was given, or is None if it is met."""
 
     def why_not(self, q: Tensor, k: Tensor, v: Tensor) -> str | None: ...
 
@@ -76,7 +76,8 @@ class OneHeadShape:
     def why_not(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
         if q.shape[1] == k.shape[1] and q.shape[3] == v.shape[3]:
             return None
-        return f"{self}, got {q.shape[1]} query and {k.shape[1]} key heads, head dims {q.shape[3]} and {v.shape[3]}"
+        heads = f"{q.shape[1]} query and {k.shape[1]} key heads"
+        return f"{self}, got {heads}, head dims {q.shape[3]} and {v.shape[3]}"
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,16 @@ class UnitLastStride:
 
 
 @dataclass(frozen=True)
+class NoGradients:
+    def __str__(self) -> str:
+        return "needs q, k and v that require no gradient"
+
+    def why_not(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
+        gradients = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+        return str(self) if gradients else None
+
+
+@dataclass(frozen=True)
 class KernelsServe:
     """The CUDA runtime's own answer: driver, compiler, architecture, gradients."""
 
@@ -98,15 +109,31 @@ class KernelsServe:
         return "needs kernels for this GPU"
 
     def why_not(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
+        if q.dtype in CASTS:  # asked about what the kernels would get; one token a tensor is enough to ask
+            q, k, v = (x[:1, :1, :1].to(CASTS[q.dtype]) for x in (q, k, v))
         return cuda_kernels().why_not(q, k, v)
 
+
+@dataclass(frozen=True)
+class FlexProven:
+    """FlexAttention's answer on a small problem, compiled for the same device, dtype and head dim."""
+
+    def __str__(self) -> str:
+        return "needs a FlexAttention that compiles and equals the reference"
+
+    def why_not(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
+        return flex.why_not(q.device, q.dtype, q.shape[3])
+
+
+# What the CUDA kernels make of a dtype that they do not compute in, when they are asked for by name.
+CASTS = {torch.float32: torch.bfloat16}
 
 Run = Callable[[Tensor, Tensor, Tensor, BlockMask, float], Tensor]
 
 
 @dataclass(frozen=True)
 class Backend:
-    """name, what it needs at all, what "auto" asks of it beyond that, and how it runs."""
+    """name, what it needs at all, what "auto" asks of it first, and how it runs."""
 
     name: str
     needs: tuple[Constraint, ...]
@@ -115,7 +142,7 @@ class Backend:
 
     def why_not(self, q: Tensor, k: Tensor, v: Tensor, *, auto: bool = True) -> str | None:
         """Sentence that says why it cannot serve these tensors, or None. auto: as "auto" asks."""
-        for need in (self.auto_needs if auto else ()) + self.needs:
+        for need in self.auto_needs + self.needs if auto else self.needs:
             reason = need.why_not(q, k, v)
             if reason is not None:
                 return reason
@@ -124,10 +151,11 @@ class Backend:
 
 @dataclass(frozen=True)
 class Choice:
-    """The back end that runs, "dense" if none serves, and why each one before it does not."""
+    """What runs (a back end or "dense"), why each before it does not, the dtype that it casts to if any."""
 
     name: str
     reasons: dict[str, str] = field(default_factory=dict)
+    cast: torch.dtype | None = None
 
     @property
     def why(self) -> str:
@@ -150,19 +178,28 @@ def _run_reference(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: floa
     return reference.attention(q, k, v, mask, scale=scale)
 
 
+HALF = (torch.float16, torch.bfloat16)
+
 CUDA = Backend(
     "cuda",
     needs=(
         DeviceIs("cuda"),
         OneDtype(),
-        DtypeIn((torch.float16, torch.bfloat16)),
+        DtypeIn((*HALF, *CASTS)),
         OneHeadShape(),
         HeadDimIn((64, 128)),
         UnitLastStride(),
         KernelsServe(),
     ),
-    auto_needs=(),
+    auto_needs=(DeviceIs("cuda"), DtypeIn(HALF)),  # a cast loses bits, so it has to be asked for
     run=_run_cuda,
+)
+FLEX = Backend(
+    "flex",
+    # It has no backward pass for key blocks of 64: torch's tiles for it are 128 keys on most GPUs.
+    needs=(OneDtype(), DtypeIn((*HALF, torch.float32)), OneHeadShape(), NoGradients(), FlexProven()),
+    auto_needs=(DeviceIs("cuda"), DtypeIn(HALF)),  # on a CPU it takes a C++ compiler and a minute to start
+    run=flex.attention,
 )
 REFERENCE = Backend(
     "reference",
@@ -170,7 +207,7 @@ REFERENCE = Backend(
     auto_needs=(DeviceIs("cpu"),),  # elsewhere it is right but slower than dense
     run=_run_reference,
 )
-BACKENDS = {backend.name: backend for backend in (CUDA, REFERENCE)}  # in the order that "auto" tries
+BACKENDS = {backend.name: backend for backend in (CUDA, FLEX, REFERENCE)}  # in the order that "auto" tries
 NAMES = ("auto", *BACKENDS, "dense")
 
 
@@ -183,40 +220,40 @@ def choose(q: Tensor, k: Tensor, v: Tensor, backend: str = "auto") -> Choice:
     check_inputs(q, k, v)
     if backend == "dense":
         return Choice("dense")
-    if backend != "auto" and backend not in BACKENDS:
+    auto = backend == "auto"
+    if not auto and backend not in BACKENDS:
         raise ValueError(f"The back end {backend!r} is unknown; choose one of {', '.join(NAMES)}.")
     reasons: dict[str, str] = {}
-    for candidate in BACKENDS.values() if backend == "auto" else (BACKENDS[backend],):
-        reason = candidate.why_not(q, k, v, auto=backend == "auto")
+    for candidate in BACKENDS.values() if auto else (BACKENDS[backend],):
+        reason = candidate.why_not(q, k, v, auto=auto)
         if reason is None:
-            return Choice(candidate.name, reasons)
+            return Choice(candidate.name, reasons, CASTS.get(q.dtype) if candidate is CUDA else None)
         reasons[candidate.name] = reason
     return Choice("dense", reasons)
 
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """torch's own attention, for whatever no sparse back end serves: grouped heads and mixed dtypes included."""
+    """torch's own attention, for what no sparse back end serves: grouped heads and mixed dtypes included."""
     grouped = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(q, k.to(q.dtype), v.to(q.dtype), scale=scale, enable_gqa=grouped)
 
 
 def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
     """ValueError, with what was given and what is needed, for tensors that no attention can take."""
-    shapes = f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if not q.dim() == k.dim() == v.dim() == 4:
-        raise ValueError(f"q, k and v must be (batch, heads, tokens, head dim); {shapes}.")
+        raise ValueError(f"q, k and v must be (batch, heads, tokens, head dim); {_shapes(q, k, v)}.")
     if 0 in q.shape or 0 in k.shape or 0 in v.shape:
-        raise ValueError(f"q, k and v must not be empty; {shapes}.")
+        raise ValueError(f"q, k and v must not be empty; {_shapes(q, k, v)}.")
     if not q.device == k.device == v.device:
         raise ValueError(f"q, k and v must be on one device; got {q.device}, {k.device} and {v.device}.")
-    if not all(x.is_floating_point() for x in (q, k, v)):
+    if not (q.is_floating_point() and k.is_floating_point() and v.is_floating_point()):
         raise ValueError(f"q, k and v must be floating point; got {q.dtype}, {k.dtype} and {v.dtype}.")
-    if q.shape[0] != k.shape[0] or k.shape[:3] != v.shape[:3]:
-        raise ValueError(f"q, k and v must have one batch size, k and v also the same heads and tokens; {shapes}.")
-    if q.shape[3] != k.shape[3]:
-        raise ValueError(f"q and k must have the same head dim; {shapes}.")
+    if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        raise ValueError(f"q and k must have the same batch size and head dim; {_shapes(q, k, v)}.")
+    if k.shape[:3] != v.shape[:3]:
+        raise ValueError(f"k and v must have the same batch size, heads and tokens; {_shapes(q, k, v)}.")
     if q.shape[1] % k.shape[1]:
-        raise ValueError(f"The heads of q must be a multiple of those of k; {shapes}.")
+        raise ValueError(f"The heads of q must be a multiple of those of k; {_shapes(q, k, v)}.")
 
 
 def check_mask(q: Tensor, k: Tensor, mask: BlockMask) -> None:
@@ -225,9 +262,13 @@ def check_mask(q: Tensor, k: Tensor, mask: BlockMask) -> None:
     needed = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
     if given != needed or mask.bits.device != q.device:
         raise ValueError(
-            f"The mask is for (batch, heads, query tokens, key tokens) {given} on {mask.bits.device}, but the tensors "
-            f"have {needed} on {q.device}; make it with block_mask(q, k, config)."
+            f"The mask is for (batch, heads, query tokens, key tokens) {given} on {mask.bits.device}, "
+            f"but the tensors have {needed} on {q.device}; make it with block_mask(q, k, config)."
         )
+
+
+def _shapes(q: Tensor, k: Tensor, v: Tensor) -> str:
+    return f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -27,6 +27,13 @@ def _fraction(name: str, value: object, *, below_one: bool = False) -> float:
     return number
 
 
+def _whole(name: str, value: object) -> int:
+    """`value` as an int of at least 0; ValueError with one sentence otherwise."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < 0:
+        raise ValueError(f"{name}: {value!r} is no whole number of 0 or more.")
+    return int(value)
+
+
 @dataclass(frozen=True)
 class SparseConfig:
     """Which key blocks a query block attends to: Top-k united with Top-p (arXiv 2602.13515, Eq. 9).
@@ -78,8 +85,8 @@ class SparseConfig:
         for key, value in expected.items():
             if ours.get(key) != value:
                 raise ValueError(
-                    f"The file's {METADATA_PREFIX}{key} is {ours.get(key)!r}, but this version works with {value!r}: "
-                    "use a file made for it, or the version of the pack that made the file."
+                    f"The file's {METADATA_PREFIX}{key} is {ours.get(key)!r}, but this version works with "
+                    f"{value!r}: use a file made for it, or the version of the pack that made the file."
                 )
         settings: dict[str, float] = {}
         for name in ("top_k", "top_p", "sparsity"):
@@ -116,16 +123,12 @@ class DensePolicy:
                 f"start_percent is {self.start_percent} and end_percent is {self.end_percent}; "
                 "start_percent must not be greater than end_percent."
             )
-        for layer in self.dense_layers:
-            if isinstance(layer, bool) or not isinstance(layer, Integral) or layer < 0:
-                raise ValueError(f"dense_layers holds {layer!r}; layers are whole numbers from 0.")
-        object.__setattr__(self, "dense_layers", tuple(sorted({int(layer) for layer in self.dense_layers})))
-        tokens = self.min_tokens
-        if isinstance(tokens, bool) or not isinstance(tokens, Integral) or tokens < 0:
-            raise ValueError(f"min_tokens is {tokens!r}; it must be a whole number of tokens, 0 or more.")
+        layers = {_whole("dense_layers", layer) for layer in self.dense_layers}
+        object.__setattr__(self, "dense_layers", tuple(sorted(layers)))
+        object.__setattr__(self, "min_tokens", _whole("min_tokens", self.min_tokens))
 
     def why_dense(self, *, layer: int, tokens: int) -> str | None:
-        """Reason to run this layer dense for `tokens` tokens, or None. Times belong to whoever knows the sigmas."""
+        """Reason to run this layer dense for `tokens` tokens, or None. The percents are the caller's part."""
         if layer in self.dense_layers:
             return "layer set to dense"
         if tokens < self.min_tokens:
@@ -136,7 +139,8 @@ class DensePolicy:
 def parse_layers(text: str, total: int | None = None) -> tuple[int, ...]:
     """Layers named by text such as "0, 1, 38-39", sorted, each once; "" names none.
 
-    total: number of layers of the model; a layer outside it raises ValueError, as does text that is no such list.
+    total: number of layers of the model. A layer outside it raises ValueError, as does text that is no such
+    list.
     """
     layers: set[int] = set()
     for part in filter(None, (part.strip() for part in text.split(","))):
@@ -144,12 +148,13 @@ def parse_layers(text: str, total: int | None = None) -> tuple[int, ...]:
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
         if first > last:
             raise ValueError(
-                f'dense layers: "{part}" is neither a layer nor a rising range of layers; write for example "0, 1, 28-29".'
+                f'dense layers: "{part}" is neither a layer nor a rising range of layers; '
+                'write for example "0, 1, 28-29".'
             )
         if total is not None and last >= total:
             raise ValueError(
-                f'dense layers: "{part}" names layer {last}, but this model has {total} layers (0 to {total - 1}); '
-                "remove it or leave the field empty."
+                f'dense layers: "{part}" names layer {last}, but this model has {total} layers '
+                f"(0 to {total - 1}); remove it or leave the field empty."
             )
         layers.update(range(first, last + 1))
     return tuple(sorted(layers))

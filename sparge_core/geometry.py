@@ -1,7 +1,7 @@
 """Block geometry: the one definition of block sizes and ragged ends (arXiv 2602.13515, section 3).
 
-Queries are taken in blocks of 128 consecutive tokens, keys and values in blocks of 64. The last block of either
-may be ragged: it holds only the tokens that exist, and nothing ever reads past them.
+Queries are taken in blocks of 128 consecutive tokens, keys and values in blocks of 64. The last block of
+either may be ragged: it holds only the tokens that exist, and nothing ever reads past them.
 """
 
 from __future__ import annotations

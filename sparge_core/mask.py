@@ -38,7 +38,7 @@ class BlockMask:
 
     @classmethod
     def from_dense(cls, dense: Tensor, q_len: int, k_len: int) -> BlockMask:
-        """Mask from bool (B, H, n_q, n_k), on its device. A row without blocks attends to nothing: its output is 0."""
+        """Mask from bool (B, H, n_q, n_k), on its device. A row without blocks attends to nothing."""
         blocks = (num_blocks(q_len, BLOCK_Q), num_blocks(k_len, BLOCK_K))
         if dense.dim() != 4 or dense.dtype != torch.bool or tuple(dense.shape[2:]) != blocks:
             raise ValueError(
@@ -69,13 +69,13 @@ class BlockMask:
 
     def sparsity_per_head(self) -> Tensor:
         """float32 (B, H): 1 - kept token pairs / all token pairs, counting real tokens only."""
-        return (1.0 - self._kept_pairs().sum(-1, dtype=torch.float64) / (self.q_len * self.k_len)).float()
+        return 1.0 - self._kept_pairs().sum(-1).float() / float(self.q_len * self.k_len)
 
     @property
     def sparsity(self) -> Tensor:
-        """float32 (): 1 - kept token pairs / all token pairs over the whole batch; stays on the mask's device."""
+        """float32 (): 1 - kept token pairs / all token pairs of the whole batch, on the mask's device."""
         pairs = self.counts.shape[0] * self.counts.shape[1] * self.q_len * self.k_len
-        return (1.0 - self._kept_pairs().sum(dtype=torch.float64) / pairs).float()
+        return 1.0 - self._kept_pairs().sum().float() / float(pairs)
 
     def _kept_pairs(self) -> Tensor:
         """int64 (B, H, n_q): token pairs of the kept blocks of each row."""
@@ -96,12 +96,13 @@ def _bit_values(device: torch.device) -> Tensor:
 
 
 def select_blocks(probabilities: Tensor, config: SparseConfig) -> Tensor:
-    """The hybrid rule (arXiv 2602.13515, Eq. 9 and Alg. 1): bool (B, H, n_q, n_k), True where a block is kept.
+    """The hybrid rule (arXiv 2602.13515, Eq. 9, Alg. 1): bool (B, H, n_q, n_k), True where a block is kept.
 
-    probabilities: float (B, H, n_q, n_k), pooled softmax of each row. Both rules cut one descending order, ties by
-    the lower index, so a row keeps its first max(Top-k count, Top-p count, 1) entries. Top-p is the smallest prefix
-    whose mass reaches p: rank r is kept iff the mass before it is below p. A target sparsity replaces p by the order
-    statistic of those masses that keeps the wanted number of blocks of each sample. Nothing waits for the device.
+    probabilities: float (B, H, n_q, n_k), pooled softmax of each row. Both rules cut one descending order,
+    ties by the lower index, so a row keeps its first max(Top-k count, Top-p count, 1) entries. Top-p is the
+    smallest prefix whose mass reaches p: rank r is kept iff the mass before it is below p. A target
+    sparsity replaces p by the order statistic of those masses that keeps the wanted number of blocks of
+    each sample. Nothing waits for the device.
     """
     n_k = probabilities.shape[-1]
     ranked, order = probabilities.sort(dim=-1, descending=True, stable=True)
@@ -119,7 +120,7 @@ def select_blocks(probabilities: Tensor, config: SparseConfig) -> Tensor:
 
 
 def _within_target(mass_before: Tensor, floor: int, sparsity: float) -> Tensor:
-    """Which ranks have a mass before them that lies within the sample's own p*, for the kept share 1 - sparsity."""
+    """Ranks whose mass before them lies within their sample's own p*, which keeps the share 1 - sparsity."""
     samples, heads, n_q, n_k = mass_before.shape
     beyond_floor = target_blocks(sparsity, heads * n_q * n_k) - heads * n_q * floor
     if beyond_floor <= 0:

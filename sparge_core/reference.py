@@ -1,7 +1,7 @@
 """The definition of correct: the mask and block-sparse attention in plain torch, on any device.
 
-float64 inputs are computed in float64, all others in float32. No L x L tensor is ever built: one query block of one
-head is worked on at a time, over the keys it keeps. Ragged blocks are sliced, never padded.
+float64 inputs are computed in float64, all others in float32. No L x L tensor is ever built: one query
+block of one head is worked on at a time, over the keys it keeps. Ragged blocks are sliced, never padded.
 """
 
 from __future__ import annotations
@@ -55,8 +55,9 @@ def attention(
 
     q (B, H, Lq, D), k and v (B, H, Lk, D): any floating dtype and strides. Differentiable once in q, k and v.
     scale: factor of the scores, head_dim ** -0.5 by default.
-    Returns the output in q's dtype and layout; with return_lse also LSE (B, H, Lq) in the compute dtype and base 2,
-    log2(sum_j exp(scale * q . k_j)), which is not differentiated. A row that keeps no block gives 0 and LSE -inf.
+    Returns the output in q's dtype and layout; with return_lse also the LSE (B, H, Lq) in the compute dtype
+    and base 2, log2(sum_j exp(scale * q . k_j)), which is not differentiated. A row that keeps no block
+    gives 0 and an LSE of -inf.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     out, lse = _BlockSparseAttention.apply(q, k, v, mask, scale)
@@ -67,7 +68,9 @@ class _BlockSparseAttention(torch.autograd.Function):
     """Forward and backward written out, so that memory stays linear in the sequence under autograd too."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float
+    ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(q, k, v)
         ctx.mask, ctx.scale = mask, scale
         out = torch.empty_like(q)
@@ -75,8 +78,8 @@ class _BlockSparseAttention(torch.autograd.Function):
         for b, h, kept_blocks in _heads(mask):
             query, keys, values = (x[b, h].to(lse.dtype) for x in (q, k, v))
             for row, kept in _rows(kept_blocks, mask.k_len):
-                scores = query[row] @ keys[kept].T * scale
-                out[b, h, row] = scores.softmax(-1) @ values[kept]
+                scores = query[row] @ keys.index_select(0, kept).T * scale
+                out[b, h, row] = scores.softmax(-1) @ values.index_select(0, kept)
                 lse[b, h, row] = scores.logsumexp(-1) / LN_2
         ctx.mark_non_differentiable(lse)
         return out, lse
@@ -84,17 +87,18 @@ class _BlockSparseAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor, _grad_lse: Tensor) -> tuple[Tensor | None, ...]:
-        """With P the probabilities: dV = P' dO; dS = P (dP - rowsum(P dP)), dP = dO V'; dQ = dS K; dK = dS' Q."""
+        """With probabilities P: dV = P'dO; dP = dO V'; dS = P (dP - rowsum(P dP)); dQ = dS K; dK = dS'Q."""
         q, k, v = ctx.saved_tensors
         grads = tuple(torch.empty_like(x) for x in (q, k, v))
         for b, h, kept_blocks in _heads(ctx.mask):
             query, keys, values, d_out = (x[b, h].to(compute_dtype(q)) for x in (q, k, v, grad_out))
             d_query, d_keys, d_values = (torch.zeros_like(x) for x in (query, keys, values))
             for row, kept in _rows(kept_blocks, ctx.mask.k_len):
-                p = (query[row] @ keys[kept].T * ctx.scale).softmax(-1)
-                d_p = d_out[row] @ values[kept].T
+                kept_keys = keys.index_select(0, kept)
+                p = (query[row] @ kept_keys.T * ctx.scale).softmax(-1)
+                d_p = d_out[row] @ values.index_select(0, kept).T
                 d_scores = p * (d_p - (p * d_p).sum(-1, keepdim=True)) * ctx.scale
-                d_query[row] = d_scores @ keys[kept]
+                d_query[row] = d_scores @ kept_keys
                 d_keys.index_add_(0, kept, d_scores.T @ query[row])
                 d_values.index_add_(0, kept, p.T @ d_out[row])
             for grad, head_grad in zip(grads, (d_query, d_keys, d_values), strict=True):
@@ -110,7 +114,7 @@ def _heads(mask: BlockMask) -> Iterator[tuple[int, int, Tensor]]:
 
 
 def _rows(kept_blocks: Tensor, k_len: int) -> Iterator[tuple[slice, Tensor]]:
-    """Query tokens of each row of blocks, as a slice, and the ids of the key tokens that it keeps, ascending."""
+    """Query tokens of each row of blocks, as a slice, and the ascending ids of the key tokens it keeps."""
     tokens = torch.arange(k_len, device=kept_blocks.device)
     for i, kept in enumerate(kept_blocks):
         yield slice(i * BLOCK_Q, (i + 1) * BLOCK_Q), tokens[kept.repeat_interleave(BLOCK_K)[:k_len]]

@@ -1,0 +1,162 @@
+"""Launches the mask kernels of `csrc/mask.cu`: from q and k to what the forward kernels read of a mask.
+
+Everything that depends on the tensors' values is decided on the GPU; nothing waits for it.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+
+import torch
+from torch import Tensor
+
+from ..geometry import BLOCK_K, BLOCK_Q, WORD_BITS, num_blocks, target_blocks, top_k_blocks
+from . import launch
+
+# Rows longer than this do not fit a thread block; their scores would take as much memory as the output.
+MAX_KEY_BLOCKS = 8192
+
+_WARP = 32
+
+# The parameter structs of csrc/mask.cu, field by field.
+_MEANS = struct.Struct("<Q3q Q3q QQ iii")
+_SCORES = struct.Struct("<QQQ iii f")
+_SELECT = struct.Struct("<QQQ iii II")
+_RANK = struct.Struct("<QQ iii I")
+_DIGITS = struct.Struct("<QQ q Q i")
+_KEEP = struct.Struct("<QQQQ Q iii")
+_ORDER = struct.Struct("<QQ ii")
+
+_TILE_Q, _TILE_K, _SCORE_THREADS = 128, 64, 256
+_MEANS_THREADS = 128
+_SELECT_VARIANTS = (("select_blocks_512", 16), ("select_blocks_1280", 40))  # scores that a thread holds
+_MASS_UNITS = 2**31  # of a row's softmax
+_ALL_MASS = 2**32 - 1
+
+_RANK_BINS, _RANK_VALUES, _RANK_MIN_THREADS = 1024, 16, 128
+_DIGIT_ROUNDS, _DIGITS_OF_ROUND, _DIGIT_THREADS = 3, 2048, 512
+_SEARCH_BYTES = 8 * _DIGIT_ROUNDS * _DIGITS_OF_ROUND + 16 * _DIGIT_ROUNDS  # of a sample
+_KEEP_THREADS = 256
+_BLOCKS_PER_MULTIPROCESSOR = 4  # of the kernels that loop over their input
+
+_ORDER_THREADS = 256
+
+
+def block_mask(
+    q: Tensor, k: Tensor, top_k: float, top_p: float, sparsity: float, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The hybrid mask (arXiv 2602.13515, Eq. 9 and Alg. 1) of q (B, H, Lq, D) and k (B, H, Lk, D).
+
+    q, k: bfloat16 or float16 on one GPU, D 64 or 128, any strides with unit last stride.
+    top_k, top_p, sparsity: as in `SparseConfig`; scale: factor of the pooled scores.
+    Returns bits (B, H, n_q, ceil(n_k / 32)), counts (B, H, n_q) and order (B * H * n_q,), all int32, as in
+    `BlockMask`. Raises ValueError for more than 8192 key blocks.
+    """
+    batch, heads, q_len, head_dim = q.shape
+    k_len = k.shape[2]
+    n_q, n_k = num_blocks(q_len, BLOCK_Q), num_blocks(k_len, BLOCK_K)
+    if n_k > MAX_KEY_BLOCKS:
+        raise ValueError(
+            f"The CUDA mask takes up to {MAX_KEY_BLOCKS * BLOCK_K} key tokens and got {k_len}; "
+            'choose the back end "reference" for longer sequences.'
+        )
+    index = q.device.index
+    stream = launch.stream(index)
+    q, k = launch.aligned(q), launch.aligned(k)
+    rows = batch * heads * n_q
+    words = num_blocks(n_k, WORD_BITS)
+    pitch = words * WORD_BITS
+    floor = top_k_blocks(top_k, n_k)
+    beyond_floor = target_blocks(sparsity, heads * n_q * n_k) - heads * n_q * floor if sparsity > 0.0 else 0
+
+    bits = torch.empty((batch, heads, n_q, words), dtype=torch.int32, device=q.device)
+    counts = torch.empty((batch, heads, n_q), dtype=torch.int32, device=q.device)
+    order = torch.empty(rows, dtype=torch.int32, device=q.device)
+    # One allocation for all that is needed only here; every part starts at a multiple of 16 bytes.
+    mean_bytes = batch * heads * head_dim * 4
+    searches = 0
+    q_means = searches + (batch * _SEARCH_BYTES if beyond_floor > 0 else 0)
+    k_means = q_means + n_q * mean_bytes
+    scores = k_means + n_k * mean_bytes
+    scratch = torch.empty(scores + rows * pitch * 4, dtype=torch.uint8, device=q.device)
+    base = scratch.data_ptr()
+
+    def run(name: str, grid: tuple[int, int, int], threads: int, shared: int, params: bytes) -> None:
+        launch.kernel("mask", name, index, q.dtype, head_dim)(grid, threads, shared, stream, params)
+
+    run(
+        "block_means",
+        (heads * (n_q + num_blocks(k_len, 2 * BLOCK_K)), batch, 1),
+        _MEANS_THREADS,
+        0,
+        _MEANS.pack(
+            q.data_ptr(), *q.stride()[:3], k.data_ptr(), *k.stride()[:3], base + q_means, base + k_means,
+            q_len, k_len, heads,
+        ),
+    )  # fmt: skip
+    run(
+        "pooled_scores",
+        (num_blocks(n_k, _TILE_K), num_blocks(n_q, _TILE_Q), batch * heads),
+        _SCORE_THREADS,
+        (_TILE_Q + _TILE_K) * head_dim * 4,
+        _SCORES.pack(base + q_means, base + k_means, base + scores, n_q, n_k, pitch, scale),
+    )
+    if beyond_floor > 0:
+        run(
+            "rank_blocks",
+            (rows, 1, 1),
+            _rank_threads(n_k),
+            4 * (_RANK_BINS + 4) + 10 * n_k + 4,
+            _RANK.pack(base + scores, base + searches, n_k, pitch, batch, floor),
+        )
+        busy = launch.device(index).multiprocessors * _BLOCKS_PER_MULTIPROCESSOR
+        cells = heads * n_q * pitch
+        for digit_round in range(_DIGIT_ROUNDS):
+            run(
+                "count_digits",
+                (min(num_blocks(cells, 4 * _DIGIT_THREADS), busy), batch, 1),
+                _DIGIT_THREADS,
+                0,
+                _DIGITS.pack(base + scores, base + searches, cells, beyond_floor, digit_round),
+            )
+        run(
+            "keep_target",
+            (min(num_blocks(heads * n_q, _KEEP_THREADS // _WARP), busy), batch, 1),
+            _KEEP_THREADS,
+            0,
+            _KEEP.pack(
+                base + scores, base + searches, bits.data_ptr(), counts.data_ptr(), beyond_floor,
+                heads * n_q, pitch, words,
+            ),
+        )  # fmt: skip
+    else:
+        if sparsity > 0.0:
+            top_p = 0.0  # Top-k alone keeps as much as the target, or more
+        mass_limit = math.ceil(top_p * _MASS_UNITS) if top_p < 1.0 else _ALL_MASS
+        name, values = _SELECT_VARIANTS[0 if n_k <= _SELECT_VARIANTS[0][1] * _WARP else 1]
+        run(
+            name,
+            (rows, 1, 1),
+            num_blocks(n_k, values * _WARP) * _WARP,
+            0,
+            _SELECT.pack(
+                base + scores, bits.data_ptr(), counts.data_ptr(), n_k, pitch, words, floor, mass_limit
+            ),
+        )
+    run(
+        "order_rows",
+        (batch * heads, 1, 1),
+        _ORDER_THREADS,
+        0,
+        _ORDER.pack(counts.data_ptr(), order.data_ptr(), batch * heads, n_q),
+    )
+    return bits, counts, order
+
+
+def _rank_threads(n_k: int) -> int:
+    """Threads of a row: a power of two, as few as hold it."""
+    threads = _RANK_MIN_THREADS
+    while threads * _RANK_VALUES < n_k:
+        threads *= 2
+    return threads

@@ -1,0 +1,230 @@
+"""What a patched model does at each self-attention call, and what is remembered of it. Knows no ComfyUI."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..sparge_core import DensePolicy, SparseConfig, block_mask, choose, sparse_attention
+from ..sparge_core.report import RunStatistics, Timer, describe
+
+log = logging.getLogger(__name__)
+
+# Training-free setting: half of the block pairs, and the first steps dense, because they lay out the picture.
+TRAINING_FREE = SparseConfig(top_k=0.03, top_p=0.2, sparsity=0.5)
+TRAINING_FREE_START = 0.2
+# Beyond this sparsity the picture of a model that was not fine-tuned for it falls apart.
+TRAINING_FREE_LIMIT = 0.8
+
+# Several samplers of a graph may use one patched model before the first report is made.
+RUNS_KEPT = 8
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What was asked for. source: where `config` comes from, in a user's words."""
+
+    config: SparseConfig
+    policy: DensePolicy
+    backend: str
+    source: str
+    student: bool
+
+    def describe(self) -> str:
+        config, policy = self.config, self.policy
+        rule = f"sparsity {config.sparsity:g}" if config.sparsity else f"top_p {config.top_p:g}"
+        layers = ", ".join(map(str, policy.dense_layers)) or "none"
+        return (
+            f"Settings ({self.source}): top_k {config.top_k:g}, {rule}, from {policy.start_percent:.0%} "
+            f"to {policy.end_percent:.0%} of the sampling, dense layers: {layers}, "
+            f"from {policy.min_tokens} tokens, back end {self.backend}."
+        )
+
+
+def choose_settings(
+    mode: str, manual: SparseConfig, policy: DensePolicy, backend: str, student: SparseConfig | None
+) -> Settings:
+    """Settings for mode "auto" or "manual". student: those that the model was fine-tuned with, if any."""
+    if mode == "manual":
+        if student is not None and manual != student:
+            log.warning(
+                "SpargeAttention2: this model was fine-tuned with top_k %g, top_p %g, sparsity %g, but the "
+                "settings are manual and differ; set them to auto to use the model's own.",
+                student.top_k,
+                student.top_p,
+                student.sparsity,
+            )
+        return Settings(manual, policy, backend, "manual", student is not None)
+    if student is not None:
+        return Settings(student, policy, backend, "auto: the student's own", True)
+    start = min(max(policy.start_percent, TRAINING_FREE_START), policy.end_percent)
+    return Settings(
+        TRAINING_FREE, replace(policy, start_percent=start), backend, "auto: training-free", False
+    )
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A self-attention of the model. name: as the model calls it; block: its number for `dense_layers`."""
+
+    name: str
+    block: int
+
+
+@dataclass(frozen=True)
+class Call:
+    """One attention call of the host.
+
+    q, k, v: (B, H, L, D), or as the host gave them if `reason` says why they cannot be sparse.
+    dense: the host's own attention for this call, in its layout. pack: (B, H, L, D) into that layout.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scale: float | None
+    reason: str | None
+    dense: Callable[[], Tensor]
+    pack: Callable[[Tensor], Tensor]
+
+
+class Run:
+    """One sampling run: where it stands, and afterwards what it did.
+
+    sigmas: the schedule, one noise level a step and the final one.
+    window: highest and lowest sigma that run sparse.
+    covered: layers on whose patch another node has put its own.
+    device: where the model runs.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        sigmas: Sequence[float],
+        window: tuple[float, float],
+        covered: Sequence[Layer],
+        device: torch.device,
+    ) -> None:
+        self.steps = max(len(sigmas) - 1, 1)
+        self.statistics = RunStatistics([layer.name for layer in layers], self.steps)
+        self.statistics.prepare(device)
+        self.summary: dict[str, Any] = {}
+        self.notes: list[str] = []
+        self.latent: Tensor | None = None  # by which host.find_run knows the result again
+        self.step = 0
+        self.in_window = True
+        self.reached: set[Layer] = set()
+        self._sigmas = sigmas
+        self._window = window
+        self._covered = covered
+
+    def begin_step(self, sigma: float) -> None:
+        highest, lowest = self._window
+        # The schedule is float32 and percent_to_sigma is not: without rounding, a step that lies on the edge
+        # of the window could fall on either side of it.
+        self.in_window = bool(np.float32(lowest) <= np.float32(sigma) <= np.float32(highest))
+        self.step = min(range(self.steps), key=lambda step: abs(self._sigmas[step] - sigma))
+
+    def end_step(self) -> None:
+        """From the first step on it is known which patches a later node has displaced rather than called."""
+        displaced = [layer.name for layer in self._covered if layer not in self.reached]
+        self._covered = ()
+        if displaced:
+            self.note(
+                f"a later node replaced the attention of {len(displaced)} layers, {displaced[0]} first, "
+                "which therefore do not use SpargeAttention2; put the SpargeAttention2 node behind that one"
+            )
+
+    def note(self, line: str) -> None:
+        self.notes.append(line)
+        log.warning("SpargeAttention2: %s.", line)
+
+
+class SparseAttention:
+    """The attention of one patched model, shared by its clones; each of their sampling runs is a `Run`."""
+
+    def __init__(self, settings: Settings, layers: Sequence[Layer]) -> None:
+        self.settings = settings
+        self.layers = layers
+        self.runs: deque[Run] = deque(maxlen=RUNS_KEPT)  # finished ones, the latest last
+        self.current: Run | None = None
+
+    @contextmanager
+    def run(
+        self,
+        sigmas: Sequence[float],
+        window: tuple[float, float],
+        covered: Sequence[Layer],
+        device: torch.device,
+    ) -> Iterator[Run]:
+        """One sampling run, kept in `runs` if it comes through; if it fails or is interrupted, forgotten."""
+        run = Run(self.layers, sigmas, window, covered, device)
+        outer, self.current = self.current, run
+        try:
+            yield run
+        finally:
+            self.current = outer
+        self._finish(run)
+
+    def attend(self, layer: Layer, call: Call) -> Tensor:
+        """The call's result: sparse, or the host's own with the reason counted."""
+        run = self.current  # None where the model is used outside of a sampler
+        timer = None if run is None else Timer(call.q.device)
+        backend, reason = self._choose(layer, call)
+        if reason is None:
+            q, k, v, config = call.q, call.k, call.v, self.settings.config
+            mask = block_mask(q, k, config, scale=call.scale)
+            out = call.pack(sparse_attention(q, k, v, config, scale=call.scale, backend=backend, mask=mask))
+            if run is not None:
+                run.statistics.record_sparse(layer.name, run.step, mask, config, timer)
+        else:
+            out = call.dense()
+            if run is not None:
+                run.statistics.record_dense(layer.name, run.step, reason, timer)
+        if run is not None:
+            run.reached.add(layer)
+        return out
+
+    def _choose(self, layer: Layer, call: Call) -> tuple[str, str | None]:
+        """The back end for this call and None, or "dense" and why."""
+        reason = call.reason
+        if reason is None and self.current is not None and not self.current.in_window:
+            reason = "step outside of start_percent to end_percent"
+        if reason is None:
+            reason = self.settings.policy.why_dense(layer=layer.block, tokens=call.q.shape[2])
+        if reason is not None:
+            return "dense", reason
+        choice = choose(call.q, call.k, call.v, self.settings.backend)
+        if choice.name == "dense":
+            return "dense", choice.why or "back end set to dense"
+        return choice.name, None
+
+    def _finish(self, run: Run) -> None:
+        run.summary = run.statistics.summary()
+        sparsity = run.summary["sparsity"]
+        if not run.reached:
+            run.note(
+                "no attention call of this run came to SpargeAttention2, because another node replaced the "
+                "model's blocks; bypass nodes behind the loader one by one to see which"
+            )
+        elif sparsity is not None and sparsity > TRAINING_FREE_LIMIT and not self.settings.student:
+            run.note(
+                f"{sparsity:.0%} of the attention was skipped, but the model carries no settings of a "
+                "distilled student; if the picture is noise, set sparsity to 0.5 and start_percent to 0.2, "
+                "or load a student's weights"
+            )
+        log.info("SpargeAttention2: %s", " ".join(describe(run.summary).split()))
+        self.runs.append(run)
+
+    def account(self, run: Run) -> dict[str, Any]:
+        """JSON-able account of a finished run: its summary, its settings and what there is to note."""
+        settings = asdict(self.settings)
+        return {**run.summary, "settings": settings, "notes": run.notes}

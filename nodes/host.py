@@ -1,0 +1,247 @@
+"""Everything that this pack knows of ComfyUI's internals, in one place. Read and tried on ComfyUI 0.30.0.
+
+Wan's self- and cross-attention go through one function with the same arguments, and their shapes can be
+equal. So the patch sits on `self_attn.forward` of each block: it calls the forward that was there before,
+with a copy of `transformer_options` in which our override stands and which nothing else of the model sees. An
+object patch belongs to the clone of the model and goes with it, and torch.compile notices it, as it does not
+notice a change in `transformer_options`: ComfyUI's compile node drops those guards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from comfy.ldm.wan.model import WanModel
+from comfy.model_patcher import ModelPatcher
+from comfy.patcher_extension import CallbacksMP, WrappersMP
+from torch import Tensor
+
+from ..sparge_core import SparseConfig
+from .attention import Call, Layer, Run, SparseAttention
+
+KEY = "sparge_attention2"  # of our callbacks, wrappers and attachments on a model
+STUDENT = "sparge_attention2.student"  # attachment: the SparseConfig that the weights were fine-tuned with
+OVERRIDE = "optimized_attention_override"  # ComfyUI's slot in transformer_options
+HOST_OPTIONS = "sparge_attention2.host_options"  # in our copy of transformer_options: the original
+
+# What ComfyUI's attention functions take after q, k, v and heads, in that order.
+POSITIONAL = ("mask", "attn_precision", "skip_reshape", "skip_output_reshape")
+# Keywords that are handled here or change nothing: softmax is fp32 whatever attn_precision asks for.
+UNDERSTOOD = {*POSITIONAL, "transformer_options", "scale", "enable_gqa", "_inside_attn_wrapper"}
+
+BELOW = "sparge_attention2_below"  # on our forward: the other node's patch under it, or None
+FINGERPRINT_VALUES = 64
+
+
+def self_attention_layers(model: ModelPatcher) -> tuple[Layer, ...]:
+    """The self-attentions of a Wan model in the order in which they run; ValueError for any other model."""
+    wan = model.get_model_object("diffusion_model")
+    wan = getattr(wan, "_orig_mod", wan)  # a node may have put torch.compile's wrapper in its place
+    if not isinstance(wan, WanModel):
+        raise ValueError(
+            f"SpargeAttention2 works on Wan video models, and this model is a {type(wan).__name__}; "
+            "connect the MODEL output of a node that loads Wan2.1 or Wan2.2."
+        )
+    fed_by = {vace: block for block, vace in getattr(wan, "vace_layers_mapping", {}).items()}
+    names = []
+    for block in range(len(wan.blocks)):
+        names.append(Layer(f"blocks.{block}", block))
+        names += [Layer(f"vace_blocks.{vace}", block) for vace, fed in fed_by.items() if fed == block]
+    missing = [layer.name for layer in names if not hasattr(wan.get_submodule(layer.name), "self_attn")]
+    if missing or not names:
+        raise ValueError(
+            "SpargeAttention2 patches self_attn in each block of a Wan model, and this "
+            f"{type(wan).__name__} has {f'none in {missing[0]}' if missing else 'no blocks'}; put the node "
+            "directly behind the one that loads the model."
+        )
+    return tuple(names)
+
+
+def student_config(model: ModelPatcher) -> SparseConfig | None:
+    """Settings that the model's weights were fine-tuned with, if a loader left them."""
+    return model.get_attachment(STUDENT)
+
+
+def patch_self_attention(model: ModelPatcher, attention: SparseAttention) -> ModelPatcher:
+    """A clone of `model` with `attention` as its self-attention, in place of an earlier patch of ours."""
+    patched = model.clone()
+    for layer in attention.layers:
+        _install(patched, attention, layer)
+    patched.set_attachments(KEY, attention)
+    for wrapped in (WrappersMP.OUTER_SAMPLE, WrappersMP.APPLY_MODEL):
+        patched.remove_wrappers_with_key(wrapped, KEY)
+    patched.remove_callbacks_with_key(CallbacksMP.ON_CLONE, KEY)
+    patched.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, _around_run(attention))
+    patched.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, _around_step(attention))
+    patched.add_callback_with_key(CallbacksMP.ON_CLONE, KEY, _follow_weights)
+    return patched
+
+
+def patch_of(model: ModelPatcher) -> SparseAttention | None:
+    """What `patch_self_attention` put on this model or on one that it is a clone of."""
+    return model.get_attachment(KEY)
+
+
+def find_run(attention: SparseAttention, latent: Any) -> tuple[Run | None, bool]:
+    """The kept run that made this latent and True, or the latest one, if any, and False."""
+    wanted = fingerprint(latent)
+    for run in reversed(attention.runs):
+        if run.latent is not None and wanted is not None and _same(run.latent, wanted):
+            return run, True
+    return (attention.runs[-1] if attention.runs else None), False
+
+
+def fingerprint(latent: Any) -> Tensor | None:
+    """Shape and a few values by which a sampler's result is known again; None for what is no tensor."""
+    if not isinstance(latent, Tensor) or latent.numel() == 0:
+        return None
+    values = latent.detach().reshape(-1)
+    chosen = torch.linspace(0, values.numel() - 1, FINGERPRINT_VALUES, dtype=torch.float64).long()
+    shape = torch.tensor([*latent.shape], dtype=torch.float32)
+    return torch.cat([shape, values[chosen.to(values.device)].float().cpu()])
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    # ComfyUI may hand latents on in fp16.
+    return one.shape == other.shape and torch.allclose(one, other, rtol=1e-2, atol=1e-2, equal_nan=True)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# On the model
+
+
+def _key(layer: Layer) -> str:
+    return f"diffusion_model.{layer.name}.self_attn.forward"
+
+
+def _install(model: ModelPatcher, attention: SparseAttention, layer: Layer) -> None:
+    """Put our forward over what the layer has, another node's patch or the model's own; ours are replaced."""
+    key = _key(layer)
+    below = model.object_patches.pop(key, None)
+    if _is_ours(below):
+        below = getattr(below, BELOW)
+    forward = model.get_model_object(key) if below is None else below
+    model.add_object_patch(key, _make_forward(forward, below, _make_override(attention, layer)))
+
+
+def _make_forward(
+    forward: Callable[..., Tensor], below: Any, override: Callable[..., Tensor]
+) -> Callable[..., Tensor]:
+    def sparse_forward(
+        *args: Any, transformer_options: dict[str, Any] | None = None, **kwargs: Any
+    ) -> Tensor:
+        given = transformer_options or {}
+        ours = {**given, OVERRIDE: override, HOST_OPTIONS: given}
+        return forward(*args, transformer_options=ours, **kwargs)
+
+    setattr(sparse_forward, BELOW, below)
+    return sparse_forward
+
+
+def _is_ours(forward: Any) -> bool:
+    return hasattr(forward, BELOW)
+
+
+def _follow_weights(old: ModelPatcher, new: ModelPatcher) -> None:
+    """A clone may load the weights anew (for torch.compile, for more GPUs): our forwards must call those."""
+    attention = patch_of(new)
+    if new.model is old.model or attention is None:
+        return
+    for layer in attention.layers:
+        if _is_ours(new.object_patches.get(_key(layer))):
+            _install(new, attention, layer)
+
+
+def _around_run(attention: SparseAttention) -> Callable[..., Any]:
+    def around_run(
+        executor: Any, noise: Any, latent: Any, sampler: Any, sigmas: Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        model = executor.class_obj.model_patcher
+        # Asked for now and not when the node ran: a node behind ours may have shifted the schedule.
+        percent_to_sigma = model.get_model_object("model_sampling").percent_to_sigma
+        policy = attention.settings.policy
+        window = (float(percent_to_sigma(policy.start_percent)), float(percent_to_sigma(policy.end_percent)))
+        covered = [layer for layer in attention.layers if not _is_ours(model.object_patches.get(_key(layer)))]
+        with attention.run(sigmas.tolist(), window, covered, model.load_device) as run:
+            result = executor(noise, latent, sampler, sigmas, *args, **kwargs)
+            run.latent = fingerprint(result)
+        return result
+
+    return around_run
+
+
+def _around_step(attention: SparseAttention) -> Callable[..., Any]:
+    def around_step(executor: Any, x: Any, sigma: Tensor, *args: Any, **kwargs: Any) -> Any:
+        run = attention.current
+        if run is None:  # the model is used outside of a sampler
+            return executor(x, sigma, *args, **kwargs)
+        run.begin_step(float(sigma.flatten()[0]))
+        result = executor(x, sigma, *args, **kwargs)
+        run.end_step()
+        return result
+
+    return around_step
+
+
+# ------------------------------------------------------------------------------------------------------------
+# In an attention call
+
+
+def _make_override(attention: SparseAttention, layer: Layer) -> Callable[..., Tensor]:
+    @torch.compiler.disable
+    def override(
+        func: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, heads: int, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        ours = kwargs["transformer_options"]
+        given = kwargs["transformer_options"] = ours[HOST_OPTIONS]
+        earlier = given.get(OVERRIDE)
+        # Self-attention is the first call. What else a patch adds to this layer gets what the host gave.
+        ours.clear()
+        ours.update(given)
+
+        args_given = (q, k, v, heads, *args)
+
+        def dense() -> Tensor:
+            if earlier is None:
+                return func(*args_given, **kwargs)
+            return earlier(func, *args_given, **kwargs)
+
+        named = {**dict(zip(POSITIONAL, args, strict=False)), **kwargs}
+        scale = named.get("scale")
+        reason = _why_not(q, k, v, named)
+        if reason is not None:
+            return attention.attend(layer, Call(q, k, v, scale, reason, dense, _as_it_is))
+        if not named.get("skip_reshape"):  # (B, L, H * D), seen as (B, H, L, D)
+            q, k, v = (x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in (q, k, v))
+        pack = _as_it_is if named.get("skip_output_reshape") else _pack
+        return attention.attend(layer, Call(q, k, v, scale, None, dense, pack))
+
+    return override
+
+
+def _why_not(q: Tensor, k: Tensor, v: Tensor, named: dict[str, Any]) -> str | None:
+    """Why a call with these arguments has to be dense, or None."""
+    if named.get("mask") is not None:
+        return "attention mask"
+    # None and False ask for nothing, whatever they are called.
+    unknown = [
+        name
+        for name in named
+        if name not in UNDERSTOOD and named[name] is not None and named[name] is not False
+    ]
+    if unknown:
+        return f"unknown attention option {', '.join(sorted(unknown))}"
+    if not q.shape == k.shape == v.shape:
+        return "queries, keys and values of different shapes"
+    return None
+
+
+def _pack(out: Tensor) -> Tensor:
+    """(B, H, L, D) to (B, L, H * D): no copy, because the output has the queries' strides."""
+    return out.transpose(1, 2).flatten(2)
+
+
+def _as_it_is(out: Tensor) -> Tensor:
+    return out

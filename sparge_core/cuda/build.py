@@ -45,7 +45,8 @@ class Usage:
     registers: int
 
     def __str__(self) -> str:
-        return f"{self.function} {self.registers} registers, {self.stack} stack, {self.spills} spilled"
+        memory = f" + {self.stack} bytes of stack, {self.spills} spilled" if self.stack or self.spills else ""
+        return f"{self.function} {self.registers}{memory}"
 
 
 def build(out: Path, architectures: Sequence[str], jobs: int, compiler: str) -> None:
@@ -72,7 +73,7 @@ def compile_one(module: str, architecture: str, out: Path, compiler: str) -> Non
         label = f"{module} {variant.dtype} d{variant.head_dim} {architecture}"
         compiled = (_nvcc if compiler == "nvcc" else _nvrtc)(module, variant, architecture)
         usages = list(resource_usage(compiled.log))
-        print(f"{label}: {'; '.join(map(str, usages))}", flush=True)
+        print(f"{label} registers: {', '.join(map(str, usages))}", flush=True)
         allowed = modules.ALLOWED_SPILLS.get((module, variant, architecture))
         problems = list(find_problems(compiled.log, usages, allowed))
         if problems:

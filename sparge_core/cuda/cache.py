@@ -11,7 +11,7 @@ import functools
 import hashlib
 import logging
 import os
-import tempfile
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -49,14 +49,12 @@ def read(path: Path) -> bytes | None:
 def write(path: Path, binary: bytes) -> None:
     """Puts the binary into the file, whole or not at all; raises `OSError` where the disk refuses."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
+    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(binary + hashlib.sha256(binary).digest())
+        temporary.write_bytes(binary + hashlib.sha256(binary).digest())
         os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def binaries(module: str, variant: Variant, capability: tuple[int, int]) -> Iterator[tuple[str, bytes]]:

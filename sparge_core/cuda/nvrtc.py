@@ -18,8 +18,8 @@ from typing import Any
 
 _WINDOWS = sys.platform == "win32"
 _MAJORS = (13, 12)
-# The library, with its major version, and what it needs beside it, with major and minor version. Windows also has
-# an nvrtc64_120_0.alt.dll, which is not wanted.
+# The library, with its major version, and what it needs beside it, with major and minor version. Windows also
+# has an nvrtc64_120_0.alt.dll, which is another compiler.
 _LIBRARY = re.compile(r"libnvrtc\.so\.(\d+)|nvrtc64_(\d+)0_0\.dll")
 _BUILTINS = re.compile(r"libnvrtc-builtins\.so\.(\d+)\.(\d+)|nvrtc-builtins64_(\d+)(\d)\.dll")
 

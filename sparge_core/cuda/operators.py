@@ -106,9 +106,9 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         ):
             return
     raise ValueError(
-        "The CUDA kernels take q, k and v (batch, heads, tokens, head dim) that are not empty, on one GPU, of "
-        "one dtype (float16 or bfloat16), batch size, number of heads and head dim (64 or 128), k and v also of "
-        "one number of tokens; got "
+        "The CUDA kernels take q, k and v (batch, heads, tokens, head dim) that are not empty, on one GPU, "
+        "of one dtype (float16 or bfloat16), batch size, number of heads and head dim (64 or 128), k and v "
+        "also of one number of tokens; got "
         f"{_described(q, k, v)}."
     )
 

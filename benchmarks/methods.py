@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -138,7 +138,7 @@ class Ours(Method):
         q, k, v = inputs = self.qkv(problem)
         backend = self._backend(problem)
         blocks = problem.blocks(BLOCK_Q, BLOCK_K)
-        mask = _as_mask(blocks)
+        mask = _as_mask(blocks, q)
         unused = SparseConfig()
         run = lambda: sparse_attention(q, k, v, unused, backend=backend, mask=mask)  # noqa: E731
         yield Call("kernel", run, blocks, inputs)
@@ -179,8 +179,13 @@ def _as_blocks(mask: BlockMask) -> Blocks:
     return Blocks(mask.dense(), BLOCK_Q, BLOCK_K, mask.q_len)
 
 
-def _as_mask(blocks: Blocks) -> BlockMask:
-    return BlockMask.from_dense(blocks.kept, blocks.tokens, blocks.tokens)
+def _as_mask(blocks: Blocks, q: Tensor) -> BlockMask:
+    """The product's mask of given blocks, with the schedule that its own mask kernels make."""
+    mask = BlockMask.from_dense(blocks.kept, blocks.tokens, blocks.tokens)
+    if q.device.type != "cuda":
+        return mask
+    mask_kernels = importlib.import_module("sparge_core.cuda.mask_kernels")
+    return replace(mask, order=mask_kernels.row_order(mask.counts, q.dtype, q.shape[-1]))
 
 
 class Sdpa(Method):
@@ -369,7 +374,7 @@ METHODS: dict[str, Method] = {
     method.name: method
     for method in (
         Ours(),
-        Ours("ours-portable", "mma"),
+        Ours("ours-portable", "forward_mma"),
         Sdpa("sdpa-cudnn", SDPBackend.CUDNN_ATTENTION),
         Sdpa("sdpa-flash", SDPBackend.FLASH_ATTENTION),
         FlashAttention4("fa4"),

@@ -72,7 +72,6 @@ def block_mask(
 
     bits = torch.empty((batch, heads, n_q, words), dtype=torch.int32, device=q.device)
     counts = torch.empty((batch, heads, n_q), dtype=torch.int32, device=q.device)
-    order = torch.empty(rows, dtype=torch.int32, device=q.device)
     # One allocation for all that is needed only here; every part starts at a multiple of 16 bytes.
     mean_bytes = batch * heads * head_dim * 4
     searches = 0
@@ -144,14 +143,21 @@ def block_mask(
                 base + scores, bits.data_ptr(), counts.data_ptr(), n_k, pitch, words, floor, mass_limit
             ),
         )
-    run(
-        "order_rows",
-        (batch * heads, 1, 1),
-        _ORDER_THREADS,
-        0,
-        _ORDER.pack(counts.data_ptr(), order.data_ptr(), batch * heads, n_q),
-    )
-    return bits, counts, order
+    return bits, counts, row_order(counts, q.dtype, head_dim)
+
+
+def row_order(counts: Tensor, dtype: torch.dtype, head_dim: int) -> Tensor:
+    """The order, int32 (B * H * n_q,), in which forward kernels should take rows of these counts (B, H, n_q).
+
+    dtype, head_dim: of q, whose kernels are loaded. For masks made elsewhere; any order gives the same result.
+    """
+    heads, n_q = counts.shape[0] * counts.shape[1], counts.shape[2]
+    index = counts.device.index
+    order = torch.empty(heads * n_q, dtype=torch.int32, device=counts.device)
+    kernel = launch.kernel("mask", "order_rows", index, dtype, head_dim)
+    params = _ORDER.pack(counts.data_ptr(), order.data_ptr(), heads, n_q)
+    kernel((heads, 1, 1), _ORDER_THREADS, 0, launch.stream(index), params)
+    return order
 
 
 def _rank_threads(n_k: int) -> int:

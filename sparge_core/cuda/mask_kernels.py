@@ -149,7 +149,7 @@ def block_mask(
 def row_order(counts: Tensor, dtype: torch.dtype, head_dim: int) -> Tensor:
     """The order, int32 (B * H * n_q,), in which forward kernels should take rows of these counts (B, H, n_q).
 
-    dtype, head_dim: of q, whose kernels are loaded. For masks made elsewhere; any order gives the same result.
+    dtype, head_dim: of q, whose kernels are loaded. For masks made elsewhere; any order is right.
     """
     heads, n_q = counts.shape[0] * counts.shape[1], counts.shape[2]
     index = counts.device.index

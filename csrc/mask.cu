@@ -829,8 +829,15 @@ extern "C" __global__ void __launch_bounds__(kKeepThreads) keep_target(const __g
 // Order of the rows
 
 constexpr int kOrderThreads = 256;
-constexpr float kHeavy = 4.f;  // times the mean: rows that must not come last
-constexpr int kClasses = 16;   // of length, among the heavy rows and among the others
+constexpr float kHeavy = 4.f;   // times the mean: rows that must not come last
+constexpr float kLight = 0.5f;  // times the mean: rows that fill the end evenly
+// Length classes, each longest first: heavy rows in steps of 4 means, then 16 in between, then light rows.
+constexpr int kHeavyClasses = 16;
+constexpr int kMiddleClasses = 16;
+constexpr int kLightClasses = 8;
+constexpr int kFirstMiddle = kHeavyClasses;
+constexpr int kFirstLight = kFirstMiddle + kMiddleClasses;
+constexpr int kClasses = kFirstLight + kLightClasses;
 
 struct OrderParams {
   const int* counts;  // (heads, n_q)
@@ -838,51 +845,55 @@ struct OrderParams {
   int heads, n_q;     // heads of all samples
 };
 
+DEVICE int length_class(float means) {
+  if (means > kHeavy) return kHeavyClasses - min(static_cast<int>(means / kHeavy), kHeavyClasses);
+  if (means >= kLight) {
+    const int step = static_cast<int>((means - kLight) * (kMiddleClasses / (kHeavy - kLight)));
+    return kFirstLight - 1 - min(step, kMiddleClasses - 1);
+  }
+  return kClasses - 1 - min(static_cast<int>(means * (kLightClasses / kLight)), kLightClasses - 1);
+}
+
 // Heavy rows of all heads first, longest first: started late, one of them would keep a few multiprocessors busy alone.
-// Then head by head, so that its keys and values stay in the cache, and longest first within a head, so that the
-// last head ends evenly. Lengths are sorted by class: steps of a quarter of the mean, for heavy rows of 4 means. Rows
-// of a class stay in their order. One thread block places the rows of one head.
+// Then head by head, so that its keys and values stay in the cache, longest first within a head. Light rows of all heads
+// come last, so that the multiprocessors, which reach them at different times, end together. Rows of a class stay in
+// their order. One thread block places the rows of one head.
 extern "C" __global__ void __launch_bounds__(kOrderThreads) order_rows(const __grid_constant__ OrderParams p) {
-  __shared__ u16 places[2 * kClasses][kOrderThreads];  // rows of a class and a thread, then where the next one goes
-  __shared__ u32 heavy_rows[kClasses], heavy_before[kClasses];  // of all heads, of the heads before this one
+  __shared__ u16 places[kClasses][kOrderThreads];  // rows of a class and a thread, then where the next one goes
+  __shared__ u32 class_rows[kClasses], rows_before[kClasses];  // of all heads, of the heads before this one; not middle
   const int head = blockIdx.x, thread = threadIdx.x, n_q = p.n_q;
   const int rows = p.heads * n_q;
 
-  if (thread < kClasses) heavy_rows[thread] = heavy_before[thread] = 0;
+  if (thread < kClasses) class_rows[thread] = rows_before[thread] = 0;
   u64 total = 0;
 #pragma unroll 8
   for (int row = thread; row < rows; row += kOrderThreads) total += p.counts[row];
   total = across_block(total, Sum());
   const float per_mean = static_cast<float>(rows) / static_cast<float>(total);
-  // 0 to 15: heavy, longest first; 16 to 31: the others, longest first.
-  const auto class_of = [&](int count) {
-    const float means = count * per_mean;
-    return means > kHeavy ? kClasses - min(static_cast<int>(means / kHeavy), kClasses)
-                          : 2 * kClasses - 1 - min(static_cast<int>(means * (kClasses / kHeavy)), kClasses - 1);
-  };
+  const auto class_of = [&](int row) { return length_class(p.counts[row] * per_mean); };
+  const auto is_middle = [](int length) { return length >= kFirstMiddle && length < kFirstLight; };
 
   __syncthreads();
 #pragma unroll 8
   for (int row = thread; row < rows; row += kOrderThreads) {
-    const int length = class_of(p.counts[row]);
-    if (length < kClasses) {
-      atomicAdd(&heavy_rows[length], 1);
-      if (row < head * n_q) atomicAdd(&heavy_before[length], 1);
+    const int length = class_of(row);
+    if (!is_middle(length)) {
+      atomicAdd(&class_rows[length], 1);
+      if (row < head * n_q) atomicAdd(&rows_before[length], 1);
     }
   }
 
   const int own_rows = ceil_div(n_q, kOrderThreads);
   const int first = min(thread * own_rows, n_q), end = min(first + own_rows, n_q);
-  for (int length = 0; length < 2 * kClasses; ++length) places[length][thread] = 0;
-  for (int row = first; row < end; ++row) ++places[class_of(p.counts[head * n_q + row])][thread];
+  for (int length = 0; length < kClasses; ++length) places[length][thread] = 0;
+  for (int row = first; row < end; ++row) ++places[class_of(head * n_q + row)][thread];
   __syncthreads();
   {
-    constexpr int kCells = 2 * kClasses;  // of a thread, in a row of the table read as one line
-    u16* line = &places[0][0] + thread * kCells;
+    u16* line = &places[0][0] + thread * kClasses;  // of the table read as one line
     u32 count = 0;
-    for (int i = 0; i < kCells; ++i) count += line[i];
+    for (int i = 0; i < kClasses; ++i) count += line[i];
     u32 place = sum_before(count);
-    for (int i = 0; i < kCells; ++i) {
+    for (int i = 0; i < kClasses; ++i) {
       const u32 size = line[i];
       line[i] = static_cast<u16>(place);
       place += size;
@@ -891,18 +902,25 @@ extern "C" __global__ void __launch_bounds__(kOrderThreads) order_rows(const __g
   __syncthreads();
 
   // Thread 0 has the first place of each class.
-  __shared__ int offsets[2 * kClasses];  // from a row's place in its head to its place in the order
-  if (thread < 2 * kClasses) {
-    int heavy = 0, earlier_heavy = 0;
-    for (int length = 0; length < min(thread, kClasses); ++length) heavy += heavy_rows[length];
-    for (int length = 0; length < kClasses; ++length) earlier_heavy += heavy_before[length];
-    offsets[thread] = thread < kClasses
-                          ? heavy + static_cast<int>(heavy_before[thread]) - places[thread][0]
-                          : heavy + head * n_q - earlier_heavy - places[kClasses][0];
+  __shared__ int offsets[kClasses];  // from a row's place in its head to its place in the order
+  if (thread < kClasses) {
+    int place = 0;
+    if (is_middle(thread)) {
+      place = head * n_q;
+      for (int length = 0; length < kFirstMiddle; ++length) place += class_rows[length] - rows_before[length];
+      for (int length = kFirstLight; length < kClasses; ++length) place -= rows_before[length];
+    } else if (thread < kFirstMiddle) {
+      place = rows_before[thread];
+      for (int length = 0; length < thread; ++length) place += class_rows[length];
+    } else {
+      place = rows + rows_before[thread];
+      for (int length = thread; length < kClasses; ++length) place -= class_rows[length];
+    }
+    offsets[thread] = place - places[is_middle(thread) ? kFirstMiddle : thread][0];
   }
   __syncthreads();
   for (int row = first; row < end; ++row) {
-    const int length = class_of(p.counts[head * n_q + row]);
+    const int length = class_of(head * n_q + row);
     p.order[offsets[length] + places[length][thread]++] = head * n_q + row;
   }
 }

@@ -120,7 +120,7 @@ def assert_follows_the_rule(
 
 
 def assert_is_a_schedule(mask: BlockMask) -> None:
-    """Every row once: long ones, then the middle ones head by head, then short ones, each part longest first."""
+    """Every row once: long ones, middle ones head by head, short ones; each part longest first."""
     assert mask.order is not None
     order, counts = mask.order.long(), mask.counts.flatten()
     assert torch.equal(order.sort().values, torch.arange(counts.numel(), device=order.device))
@@ -134,7 +134,7 @@ def assert_is_a_schedule(mask: BlockMask) -> None:
     assert (head.diff() >= 0)[middle].all()
     # Rows of a class keep their order, so a row may be longer than the one before it by a class at most.
     width = torch.tensor([4, 3.5 / 16, 0.5 / 8], device=means.device, dtype=means.dtype)[part][1:]
-    one_list = together & ((head.diff() == 0) | ~middle) & (means[:-1] < 64)  # beyond 64 means all are one class
+    one_list = together & ((head.diff() == 0) | ~middle) & (means[:-1] < 64)  # beyond: one class
     assert (means.diff() <= width * (1 + 1e-4))[one_list].all()
 
 

@@ -95,28 +95,35 @@ def _bit_values(device: torch.device) -> Tensor:
     )
 
 
-def select_blocks(probabilities: Tensor, config: SparseConfig) -> Tensor:
+def select_blocks(scores: Tensor, config: SparseConfig) -> Tensor:
     """The hybrid rule (arXiv 2602.13515, Eq. 9, Alg. 1): bool (B, H, n_q, n_k), True where a block is kept.
 
-    probabilities: float (B, H, n_q, n_k), pooled softmax of each row. Both rules cut one descending order,
-    ties by the lower index, so a row keeps its first max(Top-k count, Top-p count, 1) entries. Top-p is the
-    smallest prefix whose mass reaches p: rank r is kept iff the mass before it is below p. A target
-    sparsity replaces p by the order statistic of those masses that keeps the wanted number of blocks of
-    each sample. Nothing waits for the device.
+    scores: float (B, H, n_q, n_k), pooled and scaled. Both rules cut one descending order, ties by the lower
+    index, so a row keeps a prefix of it. The order is that of the scores, because probabilities that round to
+    one number, zero included, would tie and favour early blocks. Nothing waits for the device.
     """
-    n_k = probabilities.shape[-1]
-    ranked, order = probabilities.sort(dim=-1, descending=True, stable=True)
+    ranked, order = scores.sort(dim=-1, descending=True, stable=True)
+    kept = kept_counts(ranked.softmax(-1), config)
+    kept_ranks = torch.arange(scores.shape[-1], device=scores.device) < kept.unsqueeze(-1)
+    return torch.zeros_like(kept_ranks).scatter_(-1, order, kept_ranks)
+
+
+def kept_counts(ranked: Tensor, config: SparseConfig) -> Tensor:
+    """int64 (B, H, n_q): blocks that each row keeps; ranked: its probabilities (B, H, n_q, n_k), descending.
+
+    That is max(Top-k count, Top-p count, 1). Top-p is the smallest prefix whose mass reaches p: rank r is kept
+    iff the mass before it is below p. A target sparsity replaces p by the order statistic of those masses that
+    keeps the wanted number of blocks of each sample.
+    """
+    floor = top_k_blocks(config.top_k, ranked.shape[-1])
     mass_before = F.pad(ranked.cumsum(-1)[..., :-1], (1, 0))
-    floor = top_k_blocks(config.top_k, n_k)
     if config.sparsity > 0.0:
         in_mass = _within_target(mass_before, floor, config.sparsity)
     elif config.top_p >= 1.0:
         in_mass = torch.ones_like(mass_before, dtype=torch.bool)
     else:
         in_mass = mass_before < config.top_p
-    kept = in_mass.sum(-1, keepdim=True).clamp(min=floor)  # NaN masses compare false: the floor still stands
-    kept_ranks = torch.arange(n_k, device=kept.device) < kept
-    return torch.zeros_like(kept_ranks).scatter_(-1, order, kept_ranks)
+    return in_mass.sum(-1).clamp(min=floor)  # NaN masses compare false: the floor still stands
 
 
 def _within_target(mass_before: Tensor, floor: int, sparsity: float) -> Tensor:

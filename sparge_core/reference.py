@@ -44,10 +44,7 @@ def block_mask(q: Tensor, k: Tensor, config: SparseConfig, *, scale: float | Non
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     scores = block_means(q, BLOCK_Q) @ block_means(k, BLOCK_K).transpose(-1, -2) * scale
-    # Ranked by score: probabilities that round to one number (zero, say) would tie and favour early blocks.
-    ranked, order = scores.sort(dim=-1, descending=True, stable=True)
-    kept = select_blocks(ranked.softmax(-1), config)
-    return BlockMask.from_dense(torch.zeros_like(kept).scatter_(-1, order, kept), q.shape[2], k.shape[2])
+    return BlockMask.from_dense(select_blocks(scores, config), q.shape[2], k.shape[2])
 
 
 @torch.compiler.disable  # rows differ in length, so a traced graph would be one per mask

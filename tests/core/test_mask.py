@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sparge_core import BlockMask, SparseConfig
 from sparge_core.geometry import BLOCK_K, BLOCK_Q, num_blocks
-from sparge_core.mask import select_blocks
+from sparge_core.mask import kept_counts, select_blocks
 
 # Probabilities are whole 64ths, so that every sum is exact and ties and exact hits of p are frequent.
 UNIT = 64
@@ -31,6 +31,13 @@ def maps(draw: st.DrawFn) -> Tensor:
     shape = [draw(st.integers(1, most)) for most in (2, 3, 4, 9)]
     values = draw(st.lists(weights, min_size=math.prod(shape), max_size=math.prod(shape)))
     return torch.tensor(values, dtype=torch.float64).view(shape) / UNIT
+
+
+def kept_blocks(probabilities: Tensor, config: SparseConfig) -> Tensor:
+    """What `select_blocks` makes of scores that have exactly these probabilities."""
+    ranked, order = probabilities.sort(dim=-1, descending=True, stable=True)
+    kept_ranks = torch.arange(ranked.shape[-1]) < kept_counts(ranked, config).unsqueeze(-1)
+    return torch.zeros_like(kept_ranks).scatter(-1, order, kept_ranks)
 
 
 def ranking(row: list[float]) -> list[int]:
@@ -75,7 +82,7 @@ def by_loops(sample: Tensor, config: SparseConfig) -> list[set[int]]:
 
 @given(maps(), settings)
 def test_the_kept_blocks_are_those_of_the_definition(probabilities: Tensor, config: SparseConfig) -> None:
-    kept = select_blocks(probabilities, config)
+    kept = kept_blocks(probabilities, config)
     for sample, chosen in zip(probabilities, kept, strict=True):
         found = [set(row.nonzero().flatten().tolist()) for row in chosen.flatten(0, 1)]
         assert found == by_loops(sample, config)
@@ -83,13 +90,13 @@ def test_the_kept_blocks_are_those_of_the_definition(probabilities: Tensor, conf
 
 @given(maps(), settings)
 def test_a_batch_keeps_what_its_samples_keep_alone(probabilities: Tensor, config: SparseConfig) -> None:
-    alone = [select_blocks(sample[None], config) for sample in probabilities]
-    assert torch.equal(select_blocks(probabilities, config), torch.cat(alone))
+    alone = [kept_blocks(sample[None], config) for sample in probabilities]
+    assert torch.equal(kept_blocks(probabilities, config), torch.cat(alone))
 
 
 @given(maps(), settings)
 def test_every_row_keeps_a_block(probabilities: Tensor, config: SparseConfig) -> None:
-    assert select_blocks(probabilities, config).any(-1).all()
+    assert kept_blocks(probabilities, config).any(-1).all()
 
 
 def row_of(*probabilities: float) -> Tensor:
@@ -97,7 +104,7 @@ def row_of(*probabilities: float) -> Tensor:
 
 
 def kept_ids(probabilities: Tensor, config: SparseConfig) -> list[int]:
-    return select_blocks(probabilities, config).flatten().nonzero().flatten().tolist()
+    return kept_blocks(probabilities, config).flatten().nonzero().flatten().tolist()
 
 
 def test_the_block_that_crosses_p_is_kept() -> None:
@@ -110,6 +117,18 @@ def test_a_prefix_that_meets_p_exactly_is_enough() -> None:
 
 def test_ties_go_to_the_lower_index() -> None:
     assert kept_ids(torch.full((1, 1, 1, 8), 0.125), SparseConfig(0.375, 0.0)) == [0, 1, 2]
+
+
+@given(maps(), settings)
+def test_scores_are_ranked_and_cut_as_their_probabilities_are(weights: Tensor, config: SparseConfig) -> None:
+    scores = weights * 20
+    assert torch.equal(select_blocks(scores, config), kept_blocks(scores.softmax(-1), config))
+
+
+def test_probabilities_that_vanish_are_still_told_apart() -> None:
+    scores = torch.tensor([-900.0, -300.0, 0.0, -200.0]).view(1, 1, 1, 4)
+    assert scores.softmax(-1).count_nonzero() == 1
+    assert select_blocks(scores, SparseConfig(0.5, 0.0)).flatten().tolist() == [False, False, True, True]
 
 
 def test_either_rule_may_keep_more() -> None:
@@ -128,9 +147,9 @@ def test_p_of_one_keeps_blocks_whose_mass_vanishes_in_rounding() -> None:
 def test_rows_of_nan_are_not_empty_and_leave_other_samples_alone(config: SparseConfig) -> None:
     torch.manual_seed(0)
     probabilities = torch.rand(2, 2, 3, 10).softmax(-1)
-    clean = select_blocks(probabilities, config)
+    clean = kept_blocks(probabilities, config)
     probabilities[0, 1] = float("nan")
-    kept = select_blocks(probabilities, config)
+    kept = kept_blocks(probabilities, config)
     assert kept.any(-1).all()
     assert torch.equal(kept[1], clean[1])
 
@@ -139,22 +158,20 @@ def test_rows_of_nan_are_not_empty_and_leave_other_samples_alone(config: SparseC
 def test_the_target_sparsity_is_met_to_the_block(sparsity: float) -> None:
     torch.manual_seed(0)
     probabilities = (torch.randn(2, 3, 16, 40, dtype=torch.float64) * 2).softmax(-1)
-    kept = select_blocks(probabilities, SparseConfig(0.0, 0.2, sparsity))
+    kept = kept_blocks(probabilities, SparseConfig(0.0, 0.2, sparsity))
     assert kept.sum((1, 2, 3)).tolist() == [round((1 - sparsity) * 3 * 16 * 40)] * 2
 
 
 def test_a_floor_above_the_target_wins() -> None:
     torch.manual_seed(0)
-    kept = select_blocks(torch.rand(1, 2, 4, 10).softmax(-1), SparseConfig(0.3, 1.0, 0.9))
+    kept = kept_blocks(torch.rand(1, 2, 4, 10).softmax(-1), SparseConfig(0.3, 1.0, 0.9))
     assert (kept.sum(-1) == 3).all()
 
 
 def test_choosing_and_counting_never_wait_for_the_device() -> None:
-    probabilities = torch.empty(
-        2, 3, 4, 70, device="meta"
-    )  # a meta tensor has no values that one could wait for
+    scores = torch.empty(2, 3, 4, 70, device="meta")  # a meta tensor has no values that one could wait for
     for config in (SparseConfig(), SparseConfig(sparsity=0.8)):
-        mask = BlockMask.from_dense(select_blocks(probabilities, config), 4 * BLOCK_Q, 70 * BLOCK_K)
+        mask = BlockMask.from_dense(select_blocks(scores, config), 4 * BLOCK_Q, 70 * BLOCK_K)
         assert mask.sparsity.device.type == "meta"
         assert mask.indices.shape == mask.dense().shape == (2, 3, 4, 70)
 

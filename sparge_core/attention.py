@@ -21,6 +21,9 @@ def block_mask(q: Tensor, k: Tensor, config: SparseConfig, *, scale: float | Non
     Raises ValueError for shapes, dtypes or devices that do not belong together.
     """
     backends.check_inputs(q, k, k)
+    reason = backends.REFERENCE.why_not(q, k, k, auto=False)
+    if reason is not None:
+        raise ValueError(f"A block mask {reason}.")
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     q, k = q.detach(), k.detach()
     if backends.CUDA.why_not(q, k, k) is None:

@@ -111,9 +111,9 @@ def select_blocks(scores: Tensor, config: SparseConfig) -> Tensor:
 def kept_counts(ranked: Tensor, config: SparseConfig) -> Tensor:
     """int64 (B, H, n_q): blocks that each row keeps; ranked: its probabilities (B, H, n_q, n_k), descending.
 
-    That is max(Top-k count, Top-p count, 1). Top-p is the smallest prefix whose mass reaches p: rank r is kept
-    iff the mass before it is below p. A target sparsity replaces p by the order statistic of those masses that
-    keeps the wanted number of blocks of each sample.
+    That is max(Top-k count, Top-p count, 1). Top-p is the smallest prefix whose mass reaches p: rank r is
+    kept iff the mass before it is below p. A target sparsity replaces p by the order statistic of those
+    masses that keeps the wanted number of blocks of each sample.
     """
     floor = top_k_blocks(config.top_k, ranked.shape[-1])
     mass_before = F.pad(ranked.cumsum(-1)[..., :-1], (1, 0))

@@ -26,6 +26,11 @@ def compute_dtype(tensor: Tensor) -> torch.dtype:
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
+def _as_computed(tensor: Tensor) -> torch.autocast:
+    """Context in which an autocast around the call does not lower the compute dtype."""
+    return torch.autocast(tensor.device.type, enabled=False)
+
+
 def block_means(tokens: Tensor, block: int) -> Tensor:
     """Means (B, H, n, D) over the real tokens of each block of (B, H, L, D), in the compute dtype."""
     whole = tokens.shape[2] // block * block
@@ -43,7 +48,8 @@ def block_mask(q: Tensor, k: Tensor, config: SparseConfig, *, scale: float | Non
     scale: factor of the pooled scores, head_dim ** -0.5 by default.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    scores = block_means(q, BLOCK_Q) @ block_means(k, BLOCK_K).transpose(-1, -2) * scale
+    with _as_computed(q):
+        scores = block_means(q, BLOCK_Q) @ block_means(k, BLOCK_K).transpose(-1, -2) * scale
     return BlockMask.from_dense(select_blocks(scores, config), q.shape[2], k.shape[2])
 
 
@@ -75,12 +81,13 @@ class _BlockSparseAttention(torch.autograd.Function):
         ctx.mask, ctx.scale = mask, scale
         out = torch.empty_like(q)
         lse = torch.empty(q.shape[:3], dtype=compute_dtype(q), device=q.device)
-        for b, h, kept_blocks in _heads(mask):
-            query, keys, values = (x[b, h].to(lse.dtype) for x in (q, k, v))
-            for row, kept in _rows(kept_blocks, mask.k_len):
-                scores = query[row] @ keys.index_select(0, kept).T * scale
-                out[b, h, row] = scores.softmax(-1) @ values.index_select(0, kept)
-                lse[b, h, row] = scores.logsumexp(-1) / LN_2
+        with _as_computed(q):
+            for b, h, kept_blocks in _heads(mask):
+                query, keys, values = (x[b, h].to(lse.dtype) for x in (q, k, v))
+                for row, kept in _rows(kept_blocks, mask.k_len):
+                    scores = query[row] @ keys.index_select(0, kept).T * scale
+                    out[b, h, row] = scores.softmax(-1) @ values.index_select(0, kept)
+                    lse[b, h, row] = scores.logsumexp(-1) / LN_2
         ctx.mark_non_differentiable(lse)
         return out, lse
 
@@ -90,19 +97,20 @@ class _BlockSparseAttention(torch.autograd.Function):
         """With probabilities P: dV = P'dO; dP = dO V'; dS = P (dP - rowsum(P dP)); dQ = dS K; dK = dS'Q."""
         q, k, v = ctx.saved_tensors
         grads = tuple(torch.empty_like(x) for x in (q, k, v))
-        for b, h, kept_blocks in _heads(ctx.mask):
-            query, keys, values, d_out = (x[b, h].to(compute_dtype(q)) for x in (q, k, v, grad_out))
-            d_query, d_keys, d_values = (torch.zeros_like(x) for x in (query, keys, values))
-            for row, kept in _rows(kept_blocks, ctx.mask.k_len):
-                kept_keys = keys.index_select(0, kept)
-                p = (query[row] @ kept_keys.T * ctx.scale).softmax(-1)
-                d_p = d_out[row] @ values.index_select(0, kept).T
-                d_scores = p * (d_p - (p * d_p).sum(-1, keepdim=True)) * ctx.scale
-                d_query[row] = d_scores @ kept_keys
-                d_keys.index_add_(0, kept, d_scores.T @ query[row])
-                d_values.index_add_(0, kept, p.T @ d_out[row])
-            for grad, head_grad in zip(grads, (d_query, d_keys, d_values), strict=True):
-                grad[b, h] = head_grad
+        with _as_computed(q):
+            for b, h, kept_blocks in _heads(ctx.mask):
+                query, keys, values, d_out = (x[b, h].to(compute_dtype(q)) for x in (q, k, v, grad_out))
+                d_query, d_keys, d_values = (torch.zeros_like(x) for x in (query, keys, values))
+                for row, kept in _rows(kept_blocks, ctx.mask.k_len):
+                    kept_keys = keys.index_select(0, kept)
+                    p = (query[row] @ kept_keys.T * ctx.scale).softmax(-1)
+                    d_p = d_out[row] @ values.index_select(0, kept).T
+                    d_scores = p * (d_p - (p * d_p).sum(-1, keepdim=True)) * ctx.scale
+                    d_query[row] = d_scores @ kept_keys
+                    d_keys.index_add_(0, kept, d_scores.T @ query[row])
+                    d_values.index_add_(0, kept, p.T @ d_out[row])
+                for grad, head_grad in zip(grads, (d_query, d_keys, d_values), strict=True):
+                    grad[b, h] = head_grad
         return (*grads, None, None)
 
 

@@ -159,9 +159,7 @@ def _finish(graph: Graph, column: int, latent: Output, model: Output, vae: Outpu
     (frames,) = graph.add("VAEDecode", column, samples=latent, vae=vae)
     (video,) = graph.add("CreateVideo", column, images=frames, fps=fps)
     graph.add("SaveVideo", column, video=video, filename_prefix=f"video/{name}")
-    picture, text = graph.add("SpargeSparsityReport", column + 1, model=model, latent=latent)[:2]
-    graph.add("SaveImage", column + 1, images=picture, filename_prefix=f"report/{name}")
-    graph.add("PreviewAny", column + 1, source=text)
+    graph.add("SpargeSparsityReport", column + 1, model=model, latent=latent)
 
 
 def text_to_video(object_info: dict[str, Any], name: str, model_file: str, size: str) -> dict[str, Any]:

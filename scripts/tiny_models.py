@@ -8,6 +8,7 @@ pictures are noise; the graph, the shapes and the attention are those of the rea
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -105,7 +106,10 @@ def make(base: Path) -> dict[str, Path]:
     for kind in missing:
         files[kind].parent.mkdir(parents=True, exist_ok=True)
         if kind == "text":
-            # The format of ComfyUI's node LoadTrainingDataset, which reads it with weights_only.
+            # The format of ComfyUI's node LoadTrainingDataset, which finds a data set by its metadata.json and reads
+            # the shard with weights_only.
+            metadata = {"num_samples": 1, "num_shards": 1, "shard_size": 1}
+            (files[kind].parent / "metadata.json").write_text(json.dumps(metadata), encoding="utf-8")
             latent = {"samples": torch.zeros(1, LATENT_CHANNELS, 1, 8, 8)}
             torch.save({"latents": [latent], "conditioning": [[[text_embedding(), {}]]]}, files[kind])
         else:

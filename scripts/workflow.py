@@ -30,11 +30,13 @@ def load(file: Path) -> dict[str, Any]:
 
 
 def inputs_of(schema: dict[str, Any]) -> Iterator[tuple[str, Any, dict[str, Any]]]:
-    """Name, type and options of each input in the order of the node's face; a combo's type is "COMBO"."""
+    """Name, type and options of each input in the order of the node's face."""
     for group in ("required", "optional"):
-        for name, spec in schema.get(group, {}).items():
-            kind = "COMBO" if isinstance(spec[0], list) else spec[0]
-            yield name, kind, spec[1] if len(spec) > 1 else {}
+        for name, (kind, *more) in schema.get(group, {}).items():
+            options = more[0] if more else {}
+            if isinstance(kind, list):  # an older way to say combo: its choices are in the place of the type
+                kind, options = "COMBO", {**options, "options": kind}
+            yield name, kind, options
 
 
 def is_widget(kind: str, options: dict[str, Any]) -> bool:

@@ -14,14 +14,16 @@ import torch
 from torch import Tensor
 
 from ..config import SparseConfig
+from ..geometry import BLOCK_K
 from ..mask import BlockMask
-from . import launch, modules
+from . import launch, mask_kernels, modules
 from .operators import NAMESPACE, force
 
 __all__ = ["attention", "block_mask", "force", "why_not"]
 
 logger = logging.getLogger(__name__)
 _operators = getattr(torch.ops, NAMESPACE)
+_MAX_KEY_TOKENS = mask_kernels.MAX_KEY_BLOCKS * BLOCK_K
 
 
 def why_not(q: Tensor, k: Tensor, v: Tensor) -> str | None:
@@ -35,6 +37,8 @@ def why_not(q: Tensor, k: Tensor, v: Tensor) -> str | None:
         return f"needs tensors on a CUDA device, got {q.device.type}"
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return "needs q, k and v that require no gradient: its kernels have no backward pass"
+    if k.shape[2] > _MAX_KEY_TOKENS:
+        return f"needs up to {_MAX_KEY_TOKENS} key tokens, got {k.shape[2]}"
     return _why_not(q.device.index, q.dtype, q.shape[3])
 
 

@@ -55,7 +55,6 @@ MODULES = {
         Module("forward_sm90", ("common.cuh", "sm90.cuh", "forward_sm90.cu"), ("sm_90a",)),
     )
 }
-FORWARD = ("forward_sm90", "forward_mma")
 HEAD_DIMS = (64, 128)
 DTYPES = ("bf16", "fp16")
 VARIANTS = tuple(Variant(dtype, head_dim) for dtype in DTYPES for head_dim in HEAD_DIMS)

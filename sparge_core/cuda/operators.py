@@ -7,23 +7,20 @@ They are the door to the kernels: tensors that do not belong together are refuse
 from __future__ import annotations
 
 import contextlib
-import functools
-import importlib
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from ..geometry import BLOCK_K, BLOCK_Q, WORD_BITS, num_blocks
-from . import launch, modules
+from . import forward_mma, forward_sm90, launch, mask_kernels, modules
 
 NAMESPACE = "sparge_attention2"
-_BLOCK_MASK = (
+_BLOCK_MASK_SCHEMA = (
     "block_mask(Tensor q, Tensor k, float top_k, float top_p, float sparsity, float scale)"
     " -> (Tensor bits, Tensor counts, Tensor order)"
 )
-_FORWARD = (
+_FORWARD_SCHEMA = (
     "forward(Tensor q, Tensor k, Tensor v, Tensor bits, Tensor counts, Tensor order, float scale)"
     " -> (Tensor out, Tensor lse)"
 )
@@ -33,6 +30,7 @@ _TAGS = (
     getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order),
 )
 
+_FORWARD = {"forward_sm90": forward_sm90.forward, "forward_mma": forward_mma.forward}
 _forced: str | None = None
 
 
@@ -40,7 +38,7 @@ _forced: str | None = None
 def force(family: str) -> Iterator[None]:
     """Within it every forward pass uses the "sm90" or the "mma" kernels, for tests and measurements."""
     module = f"forward_{family}"
-    if module not in modules.FORWARD:
+    if module not in _FORWARD:
         raise ValueError(f"There are no forward kernels {family!r}; choose 'sm90' or 'mma'.")
     global _forced
     before, _forced = _forced, module
@@ -54,7 +52,7 @@ def _block_mask(
     q: Tensor, k: Tensor, top_k: float, top_p: float, sparsity: float, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     _check_tensors(q, k, k)
-    return _launcher("mask_kernels", "block_mask")(q, k, top_k, top_p, sparsity, scale)
+    return mask_kernels.block_mask(q, k, top_k, top_p, sparsity, scale)
 
 
 def _forward(
@@ -63,13 +61,7 @@ def _forward(
     _check_tensors(q, k, v)
     _check_mask(q, k, bits, counts, order)
     module = _forced or modules.forward_module(launch.device(q.device.index).capability)
-    return _launcher(module, "forward")(q, k, v, bits, counts, order, scale)
-
-
-@functools.cache
-def _launcher(module: str, function: str) -> Callable[..., Any]:
-    launcher: Callable[..., Any] = getattr(importlib.import_module(f".{module}", __package__), function)
-    return launcher
+    return _FORWARD[module](q, k, v, bits, counts, order, scale)
 
 
 def _block_mask_shapes(
@@ -147,8 +139,8 @@ def _register() -> torch.library.Library | None:
         return None
     library = torch.library.Library(NAMESPACE, "FRAGMENT")
     for schema, run, shapes in (
-        (_BLOCK_MASK, _block_mask, _block_mask_shapes),
-        (_FORWARD, _forward, _forward_shapes),
+        (_BLOCK_MASK_SCHEMA, _block_mask, _block_mask_shapes),
+        (_FORWARD_SCHEMA, _forward, _forward_shapes),
     ):
         name = schema.partition("(")[0]
         library.define(schema, tags=_TAGS)

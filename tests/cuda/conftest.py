@@ -109,7 +109,7 @@ class FakeLibrary:
         return 0
 
     def cuLaunchKernel(self, function: Any, *rest: Any) -> int:
-        *shape, shared, stream, parameters, extra = rest
+        *shape, shared, stream, parameters, _ = rest
         code = self.launch_codes.pop(0) if self.launch_codes else 0
         if code == 0:
             self.launches.append(
@@ -199,6 +199,12 @@ def csrc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (folder / kernels).write_text(TINY_SOURCE)
     monkeypatch.setattr(modules, "source_folder", lambda: folder)
     return folder
+
+
+@pytest.fixture
+def spilling_source() -> str:
+    """A kernel that needs a stack frame, as it indexes registers by a run-time value."""
+    return SPILLING_SOURCE
 
 
 @pytest.fixture

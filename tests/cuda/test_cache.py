@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pytest import LogCaptureFixture, MonkeyPatch
 
 from sparge_core.cuda import cache, modules, nvrtc
 from sparge_core.cuda.modules import Variant
@@ -40,7 +39,7 @@ def test_the_second_process_reads_what_the_first_compiled(
 
 
 def test_a_cached_start_does_not_open_the_compiler(
-    csrc: Path, compiler: Any, cache_folder: Path, monkeypatch: MonkeyPatch
+    csrc: Path, compiler: Any, cache_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     origins()
     monkeypatch.setattr(nvrtc, "get", lambda: pytest.fail("the compiler was opened"))
@@ -83,7 +82,7 @@ def test_a_damaged_file_is_noticed_and_made_again(
     assert next(cache.binaries("mask", BF16, HOPPER))[0] == "cached"
 
 
-def test_shipped_kernels_need_neither_cache_nor_compiler(csrc: Path, monkeypatch: MonkeyPatch) -> None:
+def test_shipped_kernels_need_neither_cache_nor_compiler(csrc: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvrtc, "get", lambda: pytest.fail("the compiler was opened"))
     cache.write(modules.shipped_folder() / modules.file_name("mask", BF16, "sm_90a"), b"made ahead of time")
     assert next(cache.binaries("mask", BF16, HOPPER)) == ("shipped", b"made ahead of time")
@@ -96,11 +95,11 @@ def test_shipped_kernels_of_older_sources_are_not_used(csrc: Path, compiler: Any
     assert origins() == ["compiled"]
 
 
-def read_only(folder: Path, monkeypatch: MonkeyPatch) -> None:
+def read_only(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder.write_text("a file where the folder should be")
 
 
-def full(folder: Path, monkeypatch: MonkeyPatch) -> None:
+def full(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def write_a_little(path: Path, content: bytes) -> int:
         with open(path, "wb") as file:
             file.write(content[:10])
@@ -109,7 +108,7 @@ def full(folder: Path, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "write_bytes", write_a_little)
 
 
-def locked(folder: Path, monkeypatch: MonkeyPatch) -> None:
+def locked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(source: object, target: object) -> None:
         raise PermissionError(errno.EACCES, "The file is used by another process")
 
@@ -122,8 +121,8 @@ def test_a_disk_that_refuses_costs_one_log_line_and_leaves_nothing(
     csrc: Path,
     compiler: Any,
     cache_folder: Path,
-    monkeypatch: MonkeyPatch,
-    caplog: LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     disk(cache_folder, monkeypatch)
     with caplog.at_level(logging.WARNING):
@@ -137,7 +136,7 @@ def test_a_disk_that_refuses_costs_one_log_line_and_leaves_nothing(
 
 
 def test_without_platformdirs_kernels_are_compiled_in_memory(
-    csrc: Path, compiler: Any, monkeypatch: MonkeyPatch, caplog: LogCaptureFixture
+    csrc: Path, compiler: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.delenv(cache.FOLDER_VARIABLE)
     monkeypatch.setitem(sys.modules, "platformdirs", None)
@@ -145,7 +144,7 @@ def test_without_platformdirs_kernels_are_compiled_in_memory(
     assert "platformdirs is not installed" in caplog.text
 
 
-def test_the_cache_is_the_users_own_by_default(monkeypatch: MonkeyPatch) -> None:
+def test_the_cache_is_the_users_own_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     import platformdirs
 
     monkeypatch.delenv(cache.FOLDER_VARIABLE)

@@ -64,11 +64,16 @@ def test_a_binary_that_the_driver_does_not_know_is_told_from_a_failure(library: 
 
 
 def test_the_context_before_comes_back_after_an_error(library: Any) -> None:
-    api = driver.get()
-    with pytest.raises(ZeroDivisionError), api.current_context(1000):
-        assert library.current_context == 1000
-        raise ZeroDivisionError
-    assert library.current_context is None
+    seen = []
+
+    def fail_within() -> None:
+        with driver.get().current_context(1000):
+            seen.append(library.current_context)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail_within()
+    assert (*seen, library.current_context) == (1000, None)
 
 
 def test_a_tensor_map_is_encoded_at_an_address_that_the_driver_accepts(library: Any) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from pytest import LogCaptureFixture, MonkeyPatch
 
 from sparge_core.cuda import cache, cubin, driver, launch, modules
 from sparge_core.cuda.modules import Variant
@@ -24,7 +23,7 @@ def kernel(device: int = 0) -> launch.Kernel:
 
 
 @pytest.fixture(autouse=True)
-def sizes(monkeypatch: MonkeyPatch) -> None:
+def sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fake compiler's binaries are no ELF files: this is what a real one says of `tiny`."""
     monkeypatch.setattr(cubin, "parameter_bytes", lambda binary: {"tiny": 192})
 
@@ -90,7 +89,7 @@ def test_shared_memory_beyond_48_kib_is_asked_for_once(csrc: Path, compiler: Any
 def test_more_shared_memory_than_the_gpu_has_is_refused_before_the_driver(
     csrc: Path, compiler: Any, library: Any
 ) -> None:
-    with pytest.raises(launch.LaunchError, match="needs 300000 bytes.*Test GPU has 232448"):
+    with pytest.raises(launch.LaunchError, match=r"needs 300000 bytes.*Test GPU has 232448"):
         kernel()((1, 1, 1), 32, 300_000, 0, PARAMETERS.pack(b"", 1, 2, 3.0))
     assert library.named("cuKernelSetAttribute") == []
     assert library.launches == []
@@ -111,7 +110,7 @@ def test_zero_fills_words_on_the_stream(library: Any) -> None:
 
 
 def test_kernels_that_the_driver_refuses_are_replaced_by_compiled_ones(
-    csrc: Path, compiler: Any, library: Any, caplog: LogCaptureFixture
+    csrc: Path, compiler: Any, library: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A release built by a newer CUDA than the driver knows."""
     library.refused = {b"newer"}

@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 
 import pytest
-from pytest import MonkeyPatch
 
 from sparge_core.cuda import modules
 from sparge_core.cuda.modules import Variant
@@ -73,7 +72,7 @@ def test_line_ends_of_a_checkout_do_not_change_the_name(csrc: Path) -> None:
 
 
 def test_sources_are_found_in_a_checkout_and_in_an_installed_package(
-    tmp_path: Path, monkeypatch: MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     package = tmp_path / "site" / "sparge_core"
     (package / "cuda").mkdir(parents=True)

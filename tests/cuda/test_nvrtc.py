@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from pytest import MonkeyPatch
 
 from sparge_core.cuda import cubin, modules, nvrtc
 from sparge_core.cuda.modules import Variant
@@ -29,14 +28,14 @@ def test_an_architecture_of_the_future_becomes_ptx(csrc: Path) -> None:
 
 def test_an_error_names_the_file_and_line_of_the_source(csrc: Path) -> None:
     (csrc / "mask.cu").write_text("__device__ int fine;\n__device__ int wrong = unknown_name;\n")
-    with pytest.raises(nvrtc.CompilerError, match="cannot compile mask.cu") as caught:
+    with pytest.raises(nvrtc.CompilerError, match=r"cannot compile mask\.cu") as caught:
         nvrtc.get().compile(modules.source("mask"), "mask.cu", modules.options(BF16, "sm_80"))
     assert "csrc/mask.cu(2): error" in str(caught.value)
     assert "unknown_name" in str(caught.value)
 
 
 def test_an_architecture_that_it_does_not_know_is_an_error(csrc: Path) -> None:
-    with pytest.raises(nvrtc.CompilerError, match="cannot compile mask.cu"):
+    with pytest.raises(nvrtc.CompilerError, match=r"cannot compile mask\.cu"):
         nvrtc.get().compile(modules.source("mask"), "mask.cu", modules.options(BF16, "sm_55"))
 
 
@@ -64,7 +63,7 @@ def lay_out(folder: Path, *names: str) -> Path:
     ],
 )
 def test_linux_and_windows_names_are_known(
-    names: tuple[str, ...], version: str, tmp_path: Path, monkeypatch: MonkeyPatch
+    names: tuple[str, ...], version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = lay_out(tmp_path, *names)
     monkeypatch.setattr(nvrtc, "_folders", lambda: [folder])
@@ -75,7 +74,7 @@ def test_linux_and_windows_names_are_known(
 
 @pytest.mark.parametrize(("torch_cuda", "first"), [(12, "a"), (13, "b"), (None, "a")])
 def test_the_nvrtc_of_torchs_own_cuda_comes_first(
-    torch_cuda: int | None, first: str, tmp_path: Path, monkeypatch: MonkeyPatch
+    torch_cuda: int | None, first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     older, newer = lay_out(tmp_path / "a", "libnvrtc.so.12"), lay_out(tmp_path / "b", "libnvrtc.so.13")
     monkeypatch.setattr(nvrtc, "_folders", lambda: [older, newer])
@@ -83,7 +82,7 @@ def test_the_nvrtc_of_torchs_own_cuda_comes_first(
     assert Path(next(iter(nvrtc.candidates()))).parent.name == first
 
 
-def test_no_compiler_anywhere_says_what_to_install(monkeypatch: MonkeyPatch) -> None:
+def test_no_compiler_anywhere_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvrtc, "candidates", lambda: iter(["libnvrtc-that-does-not-exist.so.13"]))
     with pytest.raises(nvrtc.CompilerError, match="install a CUDA build of torch") as caught:
         nvrtc.get()

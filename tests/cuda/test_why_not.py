@@ -1,4 +1,4 @@
-"""`why_not`: a sentence for every GPU, dtype, driver and compiler that cannot serve, and never an exception."""
+"""`why_not`: a sentence for every GPU, dtype, driver and compiler that cannot serve; never an exception."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from pytest import LogCaptureFixture, MonkeyPatch
-from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sparge_core import cuda
@@ -38,7 +36,7 @@ def test_none_means_that_the_kernels_are_loaded(csrc: Path, compiler: Any, libra
     assert why_not() is None
 
 
-def test_tensors_on_the_cpu_never_touch_cuda(monkeypatch: MonkeyPatch) -> None:
+def test_tensors_on_the_cpu_never_touch_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "_open", lambda: pytest.fail("the driver was opened"))
     assert why_not(device="cpu") == "needs tensors on a CUDA device, got cpu"
 
@@ -57,10 +55,21 @@ def test_gradients_go_to_another_back_end(csrc: Path, compiler: Any, library: An
     ],
 )
 def test_what_the_kernels_are_not_made_for_is_said_without_a_driver(
-    given: dict[str, Any], sentence: str, monkeypatch: MonkeyPatch
+    given: dict[str, Any], sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(driver, "_open", lambda: pytest.fail("the driver was opened"))
     assert why_not(**given) == sentence
+
+
+@pytest.mark.parametrize(
+    ("tokens", "reason"), [(524_288, None), (524_289, "needs up to 524288 key tokens, got 524289")]
+)
+def test_more_key_tokens_than_the_mask_takes_are_said(
+    tokens: int, reason: str | None, csrc: Path, compiler: Any, library: Any
+) -> None:
+    q = torch.empty(1, 1, 128, 64, dtype=torch.bfloat16, device="cuda:0")
+    k = torch.empty(1, 1, tokens, 64, dtype=torch.bfloat16, device="cuda:0")
+    assert cuda.why_not(q, k, k) == reason
 
 
 def test_a_gpu_that_is_too_old_is_named(library: Any) -> None:
@@ -74,7 +83,7 @@ def test_each_gpu_is_asked_for_itself(csrc: Path, compiler: Any, library: Any) -
     assert "Old GPU" in (why_not(device="cuda:1") or "")
 
 
-def test_a_rocm_build_of_torch_is_no_nvidia_gpu(monkeypatch: MonkeyPatch) -> None:
+def test_a_rocm_build_of_torch_is_no_nvidia_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "hip", "6.4")
     assert why_not() == "needs an NVIDIA GPU, and this is a ROCm build of torch"
 
@@ -92,7 +101,7 @@ def no_compiler() -> Any:
 
 
 def test_no_compiler_is_a_sentence_unless_kernels_are_shipped(
-    csrc: Path, library: Any, monkeypatch: MonkeyPatch
+    csrc: Path, library: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(nvrtc, "get", no_compiler)
     assert why_not() == "needs kernels for this GPU: NVRTC is not found: install it"
@@ -104,7 +113,7 @@ def test_no_compiler_is_a_sentence_unless_kernels_are_shipped(
 
 
 def test_a_failure_is_logged_once_in_full_and_remembered(
-    csrc: Path, compiler: Any, library: Any, caplog: LogCaptureFixture
+    csrc: Path, compiler: Any, library: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     compiler.error = nvrtc.CompilerError(
         "nvrtc-12.8 cannot compile mask.cu: why\ncsrc/mask.cu(3): error: what"

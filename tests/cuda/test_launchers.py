@@ -1,0 +1,56 @@
+"""The shipped sources and their launchers without a GPU: the real compiler, and a driver that records.
+
+What is protected is the agreement of two files that no compiler checks together: the struct that a kernel takes
+and the struct that its launcher packs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sparge_core.cuda import forward_mma, forward_sm90, launch, mask_kernels, operators
+
+
+@pytest.fixture
+def gpu(library: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """CPU tensors pass for those of the recording driver's GPU 0."""
+    facts, kernel = launch.device, launch.kernel
+    monkeypatch.setattr(launch, "device", lambda index: facts(0))
+    monkeypatch.setattr(launch, "kernel", lambda module, name, index, *rest: kernel(module, name, 0, *rest))
+    return library
+
+
+def inputs(q_len: int, k_len: int) -> tuple[Tensor, ...]:
+    """q, k, v as ComfyUI hands them over: (B, L, H·D), seen as (B, H, L, D)."""
+    flat = (torch.zeros(2, length, 4 * 128, dtype=torch.float16) for length in (q_len, k_len, k_len))
+    return tuple(x.view(2, x.shape[1], 4, 128).transpose(1, 2) for x in flat)
+
+
+@pytest.mark.slow
+def test_mask_launchers_pack_the_structs_of_their_kernels(gpu: Any) -> None:
+    # A launcher chooses its kernels by the length of a row and by whether there is a target.
+    for k_len in (500, 40_000, 100_000):
+        for sparsity in (0.0, 0.5):
+            before = len(gpu.launches)
+            bits, counts, order = mask_kernels.block_mask(*inputs(300, k_len)[:2], 0.1, 0.2, sparsity, 1.0)
+            assert len(gpu.launches) > before
+            assert bits.shape == (2, 4, 3, -(-k_len // 2048))
+            assert (counts.shape, order.shape) == ((2, 4, 3), (24,))
+    assert {launch["stream"] for launch in gpu.launches} == {77}, (
+        "torch's current stream of the tensors' device"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", [forward_mma, forward_sm90], ids=["mma", "sm90"])
+def test_forward_launchers_pack_the_struct_of_their_kernels(launcher: Any, gpu: Any) -> None:
+    q, k, v = inputs(300, 500)
+    masks = [torch.zeros_like(x) for x in operators._block_mask_shapes(q, k, 0.1, 0.2, 0.0, 1.0)]
+    out, lse = launcher.forward(q, k, v, *masks, 1.0)
+    assert [seen["stream"] for seen in gpu.launches] == [77]
+    assert out.stride() == q.stride()
+    assert lse.shape == q.shape[:3]

@@ -86,16 +86,16 @@ def relative_l1(result: Tensor, truth: Tensor) -> float:
     return float((result - truth).abs().sum() / truth.abs().sum())
 
 
-def save(server: Server, outputs: dict[str, Any], node: str, kind: str, name: str) -> str:
-    """Copy the file that a node put out into OUT under `name` and the file's own suffix; returns its name there."""
-    (file,) = outputs[node][kind]
-    place = OUT / (name + Path(file["filename"]).suffix)
+def save(server: Server, out: Path, outputs: dict[str, Any], node: str, name: str) -> str:
+    """Copy the picture or video that a node put out into `out`, under `name`; returns the file's name there."""
+    (file,) = outputs[node]["images"]  # ComfyUI says so of videos too
+    place = out / (name + Path(file["filename"]).suffix)
     place.write_bytes(server.fetch(file))
     return place.name
 
 
-def demo(server: Server, sparsity: float, seed: int) -> dict[str, Any]:
-    """Run the tiny workflow dense, sparse and with every block kept; write OUT; return what report.json says."""
+def demo(server: Server, out: Path, sparsity: float, seed: int) -> dict[str, Any]:
+    """Run the tiny workflow dense, sparse and with every block kept; write into `out`; return what report.json says."""
     prompt = to_api(load_workflow(WORKFLOW), server.object_info())
     prompt[node_of(prompt, "KSampler")]["inputs"]["seed"] = seed
     dense = without_patch(prompt)
@@ -120,9 +120,9 @@ def demo(server: Server, sparsity: float, seed: int) -> dict[str, Any]:
         "attention_ms": run["attention_ms"],
         "rel_l1_vs_dense": relative_l1(latent, truth),
         "rel_l1_keep_all_vs_dense": relative_l1(latent_of(server, keep_all, outputs["keep-all"]), truth),
-        "video": save(server, outputs["sparse"], node_of(sparse, "SaveVideo"), "images", "sparse"),
-        "dense_video": save(server, outputs["dense"], node_of(dense, "SaveVideo"), "images", "dense"),
-        "picture": save(server, outputs["sparse"], PICTURE, "images", "report"),
+        "video": save(server, out, outputs["sparse"], node_of(sparse, "SaveVideo"), "sparse"),
+        "dense_video": save(server, out, outputs["dense"], node_of(dense, "SaveVideo"), "dense"),
+        "picture": save(server, out, outputs["sparse"], PICTURE, "report"),
         "seed": seed,
         "tokens": frames * (height // 2) * (width // 2),
         "machine": {
@@ -132,7 +132,7 @@ def demo(server: Server, sparsity: float, seed: int) -> dict[str, Any]:
             "system": platform.platform(),
         },
     }
-    (OUT / "report.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    (out / "report.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     return report
 
 
@@ -157,8 +157,7 @@ def main() -> None:
     tiny_models.make(base)
     say("starting ComfyUI")
     with Server(host, base) as server:
-        # A prompt that is in the server's cache would not run: the report would be about nothing.
-        report = demo(server, options.sparsity, options.seed)
+        report = demo(server, OUT, options.sparsity, options.seed)
     say(f"sparsity {report['sparsity']:.1%} (asked for {options.sparsity:.1%}), {report['sparse_calls']} sparse calls, "
         f"dense: {report['dense_calls'] or 'none'}")
     say(f"relative L1 against dense: {report['rel_l1_vs_dense']:.3g}; with every block kept: "

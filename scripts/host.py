@@ -212,9 +212,20 @@ def _pinned() -> list[str]:
 def _wanted_in_venv() -> dict[str, str]:
     """Fingerprints of all that decides what is in the virtual environment: the host's packages, and this pack's."""
     host = [TORCH, *TORCH_COMPANIONS, *_pinned(), os.environ.get("SPARGE_TORCH_INDEX", ""), str(has_nvidia_gpu())]
-    pack = [str(ROOT), (ROOT / "pyproject.toml").read_text(encoding="utf-8")]
+    pack = [str(ROOT), install_settings((ROOT / "pyproject.toml").read_text(encoding="utf-8"))]
     return {name: hashlib.sha256("\n".join(parts).encode()).hexdigest()
             for name, parts in (("host", host), ("pack", pack))}
+
+
+def install_settings(pyproject: str) -> str:
+    """The tables of pyproject.toml that an install depends on: all but the settings of tools that do not build it."""
+    kept, keep = [], True
+    for line in pyproject.splitlines():
+        if line.startswith("["):
+            keep = not line.startswith(("[tool.", "[[tool.")) or line.startswith("[tool.hatch.")
+        if keep:
+            kept.append(line)
+    return "\n".join(kept)
 
 
 def _stamp_of(venv: Path) -> Path:

@@ -32,6 +32,14 @@ def test_a_pack_that_failed_to_import_is_found_with_its_own_traceback() -> None:
     assert "not ours" not in failure
 
 
+def test_only_what_is_installed_makes_the_set_up_run_again() -> None:
+    before = host.install_settings('[project]\nname = "a"\n[tool.hatch.x]\ny = 1\n[tool.ruff]\nline-length = 1\n')
+    assert before == host.install_settings(
+        '[project]\nname = "a"\n[tool.hatch.x]\ny = 1\n[[tool.mypy.overrides]]\nz = 2\n')
+    assert before != host.install_settings('[project]\nname = "b"\n[tool.hatch.x]\ny = 1\n')
+    assert before != host.install_settings('[project]\nname = "a"\n[tool.hatch.x]\ny = 2\n')
+
+
 def test_a_folder_that_is_no_comfyui_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COMFYUI_PATH", str(tmp_path))
     with pytest.raises(HostError, match=r"COMFYUI_PATH is .*no main\.py"):

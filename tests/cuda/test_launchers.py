@@ -1,6 +1,6 @@
 """The shipped sources and their launchers without a GPU: the real compiler, and a driver that records.
 
-What is protected is the agreement of two files that no compiler checks together: the struct that a kernel takes
+Protected is the agreement of two files that no compiler checks together: the struct that a kernel takes
 and the struct that its launcher packs.
 """
 

@@ -1,4 +1,4 @@
-"""The operators on a GPU: torch's own checks, compilation, streams, devices, threads, errors that do not stick."""
+"""The operators on a GPU: torch's own checks, compilation, streams, devices, threads, and errors that pass."""
 
 from __future__ import annotations
 

@@ -1,0 +1,95 @@
+"""A small run of every kernel, for NVIDIA's compute-sanitizer. From the repository root:
+
+    compute-sanitizer --tool memcheck  --error-exitcode 1 python3 tests/gpu/sanitize.py
+    compute-sanitizer --tool racecheck --error-exitcode 1 python3 tests/gpu/sanitize.py
+    compute-sanitizer --tool initcheck --error-exitcode 1 python3 tests/gpu/sanitize.py
+
+Inputs are made on the CPU, so that next to nothing but our kernels runs instrumented, and torch's caching of
+memory is off, so that each tensor has its own allocation and reading past its end is seen. Names of kernels
+("mask", "mma", "sm90") as arguments run those alone.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # read when torch first allocates
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+from torch import Tensor
+
+from sparge_core import BlockMask, SparseConfig, reference
+from sparge_core.cuda import forward_mma, forward_sm90, mask_kernels
+
+DEVICE = "cuda"
+FORWARDS = {"mma": forward_mma.forward, "sm90": forward_sm90.forward}
+# (batch, heads, query tokens, key tokens): one token, ragged ends, several mask words, more mask rows than
+# a GPU has multiprocessors, and rows long enough for each of the mask's ways to select.
+SHAPES = [
+    (1, 1, 1, 1),
+    (2, 2, 300, 333),
+    (1, 2, 129, 64 * 33 + 1),
+    (1, 2, 128 * 80, 130),
+    (1, 1, 130, 64 * 600 + 1),
+    (1, 1, 5, 64 * 1300),
+]
+# (top_k, top_p, sparsity)
+RULES = [(0.03, 0.2, 0.0), (0.0, 0.2, 0.6), (1.0, 1.0, 0.0)]
+TOLERANCE = 5e-3
+
+
+def tokens(batch: int, heads: int, length: int, dim: int, dtype: torch.dtype) -> Tensor:
+    """(B, H, L, D) on the GPU, as a view of (B, L, H * D)."""
+    return torch.randn(batch, length, heads, dim).to(dtype).to(DEVICE).transpose(1, 2)
+
+
+def check_mask(q: Tensor, k: Tensor) -> BlockMask:
+    """Runs the mask kernels by every rule; returns the first rule's mask."""
+    scale = q.shape[-1] ** -0.5
+    masks = []
+    for top_k, top_p, sparsity in RULES:
+        bits, counts, order = mask_kernels.block_mask(q, k, top_k, top_p, sparsity, scale)
+        mask = BlockMask(bits.cpu(), counts.cpu(), q.shape[2], k.shape[2], order.cpu())
+        assert torch.equal(mask.counts, mask.dense().sum(-1, dtype=torch.int32)), "counts and bits disagree"
+        assert torch.equal(order.cpu().sort().values, torch.arange(counts.numel(), dtype=torch.int32))
+        masks.append(mask)
+    return masks[0]
+
+
+def check_forward(family: str, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> None:
+    order = mask.order if mask.order is not None else torch.arange(mask.counts.numel(), dtype=torch.int32)
+    scale = q.shape[-1] ** -0.5
+    out, lse = FORWARDS[family](
+        q, k, v, mask.bits.to(DEVICE), mask.counts.to(DEVICE), order.to(DEVICE), scale
+    )
+    wanted, wanted_lse = reference.attention(
+        q.cpu().double(), k.cpu().double(), v.cpu().double(), mask, scale=scale, return_lse=True
+    )
+    error = ((out.cpu().double() - wanted).norm() / wanted.norm()).item()
+    lse_error = (lse.cpu() - wanted_lse).abs().max().item()
+    assert max(error, lse_error) < TOLERANCE, f"{family} {tuple(q.shape)}: {error:.1e} {lse_error:.1e}"
+
+
+def main(names: list[str]) -> None:
+    names = names or ["mask", "mma", *(["sm90"] if torch.cuda.get_device_capability() == (9, 0) else [])]
+    torch.manual_seed(0)
+    for dtype in (torch.bfloat16, torch.float16):
+        for dim in (64, 128):
+            for batch, heads, q_len, k_len in SHAPES:
+                q = tokens(batch, heads, q_len, dim, dtype)
+                k, v = (tokens(batch, heads, k_len, dim, dtype) for _ in range(2))
+                if "mask" in names:
+                    mask = check_mask(q, k)
+                else:
+                    mask = reference.block_mask(q.cpu(), k.cpu(), SparseConfig(*RULES[0]))
+                for family in FORWARDS:
+                    if family in names:
+                        check_forward(family, q, k, v, mask)
+    print(f"{', '.join(names)}: right for {len(SHAPES)} shapes, two head dims and two dtypes")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -24,11 +24,9 @@ def block_mask(q: Tensor, k: Tensor, config: SparseConfig, *, scale: float | Non
     reason = backends.REFERENCE.why_not(q, k, k, auto=False)
     if reason is not None:
         raise ValueError(f"A block mask {reason}.")
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
     q, k = q.detach(), k.detach()
-    if backends.CUDA.why_not(q, k, k) is None:
-        return backends.cuda_kernels().block_mask(q, k, config, scale)
-    return reference.block_mask(q, k, config, scale=scale)
+    by_kernels = backends.CUDA.why_not(q, k, k) is None
+    return _block_mask(q, k, config, q.shape[-1] ** -0.5 if scale is None else scale, by_kernels)
 
 
 def sparse_attention(
@@ -56,8 +54,16 @@ def sparse_attention(
     dtype = q.dtype
     if choice.cast is not None:
         q, k, v = q.to(choice.cast), k.to(choice.cast), v.to(choice.cast)
-    if mask is None:
-        mask = block_mask(q, k, config, scale=scale)
-    else:
+    if mask is not None:
         backends.check_mask(q, k, mask)
+    elif choice.name == "cuda":  # what serves the attention serves the mask: no need to ask again
+        mask = _block_mask(q, k, config, scale, by_kernels=True)
+    else:
+        mask = block_mask(q, k, config, scale=scale)
     return backends.BACKENDS[choice.name].run(q, k, v, mask, scale).to(dtype)
+
+
+def _block_mask(q: Tensor, k: Tensor, config: SparseConfig, scale: float, by_kernels: bool) -> BlockMask:
+    if by_kernels:
+        return backends.cuda_kernels().block_mask(q, k, config, scale)
+    return reference.block_mask(q, k, config, scale=scale)

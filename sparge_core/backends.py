@@ -234,26 +234,30 @@ def choose(q: Tensor, k: Tensor, v: Tensor, backend: str = "auto") -> Choice:
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """torch's own attention, for what no sparse back end serves: grouped heads and mixed dtypes included."""
-    grouped = q.shape[1] != k.shape[1]
-    return F.scaled_dot_product_attention(q, k.to(q.dtype), v.to(q.dtype), scale=scale, enable_gqa=grouped)
+    k, v = k.to(q.dtype), v.to(q.dtype)
+    if q.shape[1] == k.shape[1]:
+        return F.scaled_dot_product_attention(q, k, v, scale=scale)
+    return F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=True)
 
 
 def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
     """ValueError, with what was given and what is needed, for tensors that no attention can take."""
-    if not q.dim() == k.dim() == v.dim() == 4:
-        raise ValueError(f"q, k and v must be (batch, heads, tokens, head dim); {_shapes(q, k, v)}.")
-    if 0 in q.shape or 0 in k.shape or 0 in v.shape:
-        raise ValueError(f"q, k and v must not be empty; {_shapes(q, k, v)}.")
+    shapes = q.shape, k.shape, v.shape
+    if not all(len(shape) == 4 for shape in shapes):
+        raise ValueError(f"q, k and v must be (batch, heads, tokens, head dim); {_given(q, k, v)}.")
+    (batch, heads, _, dim), (k_batch, k_heads, k_tokens, k_dim), (v_batch, v_heads, v_tokens, _) = shapes
+    if any(0 in shape for shape in shapes):
+        raise ValueError(f"q, k and v must not be empty; {_given(q, k, v)}.")
+    if batch != k_batch or dim != k_dim:
+        raise ValueError(f"q and k must have the same batch size and head dim; {_given(q, k, v)}.")
+    if k_batch != v_batch or k_heads != v_heads or k_tokens != v_tokens:
+        raise ValueError(f"k and v must have the same batch size, heads and tokens; {_given(q, k, v)}.")
+    if heads % k_heads:
+        raise ValueError(f"The heads of q must be a multiple of those of k; {_given(q, k, v)}.")
     if not q.device == k.device == v.device:
         raise ValueError(f"q, k and v must be on one device; got {q.device}, {k.device} and {v.device}.")
     if not (q.is_floating_point() and k.is_floating_point() and v.is_floating_point()):
         raise ValueError(f"q, k and v must be floating point; got {q.dtype}, {k.dtype} and {v.dtype}.")
-    if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
-        raise ValueError(f"q and k must have the same batch size and head dim; {_shapes(q, k, v)}.")
-    if k.shape[:3] != v.shape[:3]:
-        raise ValueError(f"k and v must have the same batch size, heads and tokens; {_shapes(q, k, v)}.")
-    if q.shape[1] % k.shape[1]:
-        raise ValueError(f"The heads of q must be a multiple of those of k; {_shapes(q, k, v)}.")
 
 
 def check_mask(q: Tensor, k: Tensor, mask: BlockMask) -> None:
@@ -267,7 +271,7 @@ def check_mask(q: Tensor, k: Tensor, mask: BlockMask) -> None:
         )
 
 
-def _shapes(q: Tensor, k: Tensor, v: Tensor) -> str:
+def _given(q: Tensor, k: Tensor, v: Tensor) -> str:
     return f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
 
 

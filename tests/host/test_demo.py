@@ -13,7 +13,9 @@ from host import Server
 
 
 @pytest.mark.slow
-def test_the_demo_writes_videos_and_a_report_that_agree_with_what_was_asked(server: Server, tmp_path: Path) -> None:
+def test_the_demo_writes_videos_and_a_report_that_agree_with_what_was_asked(
+    server: Server, tmp_path: Path
+) -> None:
     report = demo(server, tmp_path, sparsity=0.7, seed=3)
     assert json.loads((tmp_path / "report.json").read_text(encoding="utf-8")) == report
     assert report["sparsity"] == pytest.approx(0.7, abs=0.01)

@@ -6,10 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
-import pytest
-
 import host as harness
-from host import HostError, Server
+from host import Server
 
 
 def test_the_server_serves_the_pack(server: Server) -> None:
@@ -17,7 +15,9 @@ def test_the_server_serves_the_pack(server: Server) -> None:
     assert any(name.startswith("SpargeAttention2") for name in server.object_info())
 
 
-def test_comfy_and_the_pack_load_in_this_process(comfy: ModuleType, pack: ModuleType, host: harness.Host) -> None:
+def test_comfy_and_the_pack_load_in_this_process(
+    comfy: ModuleType, pack: ModuleType, host: harness.Host
+) -> None:
     import nodes
 
     assert Path(nodes.__file__).parent == host.tree

@@ -1,4 +1,4 @@
-"""The shipped workflows, in the real server: every node, input, widget and link exists, and only models are missing."""
+"""The shipped workflows in the real server: nodes, inputs, widgets, links exist; only models are missing."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ def test_the_shipped_files_are_what_the_script_makes(object_info: dict[str, Any]
 
 
 @pytest.mark.parametrize("file", FULL_SIZE, ids=lambda file: file.stem)
-def test_the_validator_misses_nothing_but_model_files(server: Server, object_info: dict[str, Any], file: Path) -> None:
+def test_the_validator_misses_nothing_but_model_files(
+    server: Server, object_info: dict[str, Any], file: Path
+) -> None:
     prompt = to_api(load(file), object_info)
     with pytest.raises(urllib.error.HTTPError) as refused:
         server.post("/prompt", {"prompt": prompt})

@@ -227,10 +227,9 @@ def run(
     modes: Sequence[str],
     steps: int,
     device: torch.device,
-) -> list[StepRow]:
-    """All four ways to run one model. Sparse first: its short steps warm up what both need."""
+) -> Iterator[StepRow]:
+    """Every way to run one model. Sparse first: its short steps warm up what both need."""
     network = make_model(model, wan_model, device)
-    rows: list[StepRow] = []
     for mode in modes:
         timings: dict[str, Timing] = {}
         achieved = 0.0
@@ -246,24 +245,20 @@ def run(
                 achieved = sampling.summary["sparsity"]
         for method, timing in timings.items():
             sparse = method == "ours"
-            rows.append(
-                StepRow(
-                    shape=name,
-                    method=method,
-                    mode=mode,
-                    sparsity=achieved if sparse else 0.0,
-                    dtype="bf16",
-                    step_ms=timing.step,
-                    attention_ms=timing.attention,
-                    linear_ms=timing.linear,
-                    rest_ms=timing.step - timing.attention - timing.linear,
-                    factor=timings["dense"].step / timing.step,
-                    peak_mb=timing.peak_mb,
-                    config=f"top_k={config.top_k:.3g}, sparsity={config.sparsity:.3g}" if sparse else "",
-                )
+            yield StepRow(
+                shape=name,
+                method=method,
+                mode=mode,
+                sparsity=achieved if sparse else 0.0,
+                dtype="bf16",
+                step_ms=timing.step,
+                attention_ms=timing.attention,
+                linear_ms=timing.linear,
+                rest_ms=timing.step - timing.attention - timing.linear,
+                factor=timings["dense"].step / timing.step,
+                peak_mb=timing.peak_mb,
+                config=f"top_k={config.top_k:.3g}, sparsity={config.sparsity:.3g}" if sparse else "",
             )
-            print(line(rows[-1]), flush=True)
-    return rows
 
 
 def line(row: StepRow) -> str:
@@ -295,7 +290,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows: list[StepRow] = []
     try:
         for name, model in models.items():
-            rows += run(name, model, wan_model, config, args.modes, args.steps, device)
+            for row in run(name, model, wan_model, config, args.modes, args.steps, device):
+                rows.append(row)
+                print(line(row), flush=True)
     finally:
         print(f"{'':35}{'step ms':>10} {'attention':>10} {'linear':>10} {'rest':>10}  factor")
         print("\n".join(map(line, rows)))

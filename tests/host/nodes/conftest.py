@@ -1,0 +1,124 @@
+"""Tiny Wan models of the real host in this process, and how a test patches and samples them."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tiny_models as makers
+
+HEADS = 2
+LAYERS = 2
+STEPS = 2
+SIZE = (3, 16, 16)  # of the latent; a token is 2 × 2 of it
+TOKENS = 3 * 8 * 8
+
+Model = Any  # comfy.model_patcher.ModelPatcher, which only exists once the host is loaded
+
+
+@pytest.fixture(scope="session")
+def rooms(pack: ModuleType) -> SimpleNamespace:
+    """The pack's modules: host, attention, patch, report."""
+    names = ("host", "attention", "patch", "report")
+    return SimpleNamespace(
+        **{name: importlib.import_module(f"{pack.__name__}.nodes.{name}") for name in names}
+    )
+
+
+@pytest.fixture(scope="session")
+def load(comfy: ModuleType) -> Callable[..., Model]:
+    """Loads a fresh tiny model of a kind ("t2v", …) in fp32, with more weights where they are given."""
+    import comfy.sd
+
+    torch.set_num_threads(1)  # such small matrices only lose by more
+
+    def load(kind: str, more: dict[str, Tensor] | None = None) -> Model:
+        weights = makers.random_dit(kind, heads=HEADS, layers=LAYERS) | (more or {})
+        options = {"dtype": torch.float32}
+        model = comfy.sd.load_diffusion_model_state_dict(weights, model_options=options)
+        # As UNETLoader leaves it: how to load the same weights once more.
+        model.cached_patcher_init = (lambda *_, **__: load(kind, more), ())
+        return model
+
+    return load
+
+
+@pytest.fixture(scope="session")
+def models(load: Callable[..., Model]) -> Callable[[str], Model]:
+    """The one tiny model of a kind that tests share; none of them may change its weights."""
+    return functools.cache(load)
+
+
+@pytest.fixture
+def model(models: Callable[[str], Model]) -> Model:
+    return models("t2v")
+
+
+@pytest.fixture(scope="session")
+def patch(rooms: SimpleNamespace) -> Callable[..., Model]:
+    """Runs the patch node: half of the attention, at every step and length, unless told otherwise."""
+    defaults = {
+        "settings": "manual",
+        "top_k": 0.03,
+        "top_p": 0.2,
+        "sparsity": 0.5,
+        "start_percent": 0.0,
+        "end_percent": 1.0,
+        "dense_layers": "",
+        "min_tokens": 0,
+        "backend": "auto",
+    }
+
+    def patch(model: Model, **settings: Any) -> Model:
+        return rooms.patch.SpargeAttention2Patch.execute(model, **{**defaults, **settings}).args[0]
+
+    return patch
+
+
+@pytest.fixture(scope="session")
+def sample(comfy: ModuleType) -> Callable[..., Tensor]:
+    """Runs a sampler: latents of `size` (frames, height, width), by default `TOKENS` tokens."""
+    import comfy.sample
+
+    text = [makers.text_embedding(seed) for seed in (0, 1)]
+
+    def sample(
+        model: Model,
+        *,
+        size: tuple[int, int, int] = SIZE,
+        batch: int = 1,
+        steps: int = STEPS,
+        cfg: float = 3.0,
+        seed: int = 7,
+        noise: Tensor | None = None,
+        cond: dict[str, Any] | None = None,
+        sampler: str = "euler",
+        callback: Callable[..., None] | None = None,
+    ) -> Tensor:
+        latent = torch.zeros(batch, makers.LATENT_CHANNELS, *size)
+        noise = comfy.sample.prepare_noise(latent, seed) if noise is None else noise
+        positive, negative = ([[embedding, dict(cond or {})]] for embedding in text)
+        return comfy.sample.sample(
+            model, noise, steps, cfg, sampler, "simple", positive, negative, latent,
+            callback=callback, disable_pbar=True, seed=seed,
+        )  # fmt: skip
+
+    return sample
+
+
+@pytest.fixture(scope="session")
+def account(rooms: SimpleNamespace) -> Callable[[Model], dict[str, Any]]:
+    """What the latest run of a patched model did."""
+
+    def account(model: Model) -> dict[str, Any]:
+        attention = rooms.host.patch_of(model)
+        return attention.account(attention.runs[-1])
+
+    return account

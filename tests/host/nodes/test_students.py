@@ -1,0 +1,362 @@
+"""Students in the real ComfyUI: the same velocity from every kind and scheme, settings along, misfits refused."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+import tiny_models as makers
+
+from ...wan.files import diffusers_name, low_rank, random_tensors
+from .conftest import HEADS, LAYERS, Model
+
+Weights = dict[str, Tensor]
+Loader = Callable[..., Model]
+Sample = Callable[..., Tensor]
+DIM = HEADS * makers.HEAD_DIM
+
+
+@pytest.fixture(scope="session")
+def student(pack: ModuleType) -> ModuleType:
+    return importlib.import_module(f"{pack.__name__}.nodes.student")
+
+
+@pytest.fixture(scope="session")
+def weights(pack: ModuleType) -> ModuleType:
+    return importlib.import_module(f"{pack.__name__}.nodes.weights")
+
+
+@pytest.fixture(scope="session")
+def core(pack: ModuleType) -> ModuleType:
+    return importlib.import_module(f"{pack.__name__}.sparge_core")
+
+
+@pytest.fixture
+def file(base: Path) -> Callable[..., str]:
+    """Writes a file into a models folder and returns what the node calls it."""
+
+    def write(
+        tensors: Weights,
+        name: str = "student.safetensors",
+        metadata: dict[str, str] | None = None,
+        folder: str = "diffusion_models",
+    ) -> str:
+        path = base / "models" / folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, path, metadata)
+        return f"{folder}/{name}"
+
+    return write
+
+
+@pytest.fixture
+def load_student(student: ModuleType) -> Loader:
+    def load(file: str, base: Model | None = None) -> Model:
+        return student.SpargeLoadStudent.execute(file, base).args[0]
+
+    return load
+
+
+def distilled(kind: str = "t2v") -> Weights:
+    return makers.random_dit(kind, heads=HEADS, layers=LAYERS, seed=5)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Full models
+
+
+@pytest.mark.parametrize("kind", makers.KINDS)
+@pytest.mark.parametrize("scheme", ["wan", "diffusers", "wrapped"])
+def test_a_full_model_equals_what_comfyui_loads(
+    kind: str, scheme: str, file: Callable[..., str], load_student: Loader, comfy: ModuleType
+) -> None:
+    import comfy.sd
+
+    rename = {"wan": str, "diffusers": diffusers_name, "wrapped": "module.model._orig_mod.{}".format}[scheme]
+    model = load_student(file({rename(key): weight for key, weight in distilled(kind).items()}))
+    expected = comfy.sd.load_diffusion_model_state_dict(distilled(kind))
+    assert type(model.model) is type(expected.model)
+    ours, theirs = (one.model.diffusion_model.state_dict() for one in (model, expected))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2])
+def test_number_formats_keep_their_values(
+    dtype: torch.dtype, file: Callable[..., str], load_student: Loader, sample: Sample, comfy: ModuleType
+) -> None:
+    import comfy.sd
+
+    stored = {key: weight.to(dtype) for key, weight in distilled().items()}
+    model = load_student(file({diffusers_name(key): weight for key, weight in stored.items()}))
+    assert torch.equal(sample(model), sample(comfy.sd.load_diffusion_model_state_dict(dict(stored))))
+
+
+def scaled_fp8(plain: Weights, marks: str) -> Weights:
+    """The linear layers of the blocks in fp8 at a scale of 1/4, marked in one of ComfyUI's two ways."""
+    out: Weights = {}
+    for key, weight in plain.items():
+        if not (key.startswith("blocks.") and key.endswith(".weight") and weight.ndim == 2):
+            out[key] = weight
+            continue
+        module = key.removesuffix(".weight")
+        out[key] = (weight * 4).to(torch.float8_e4m3fn)
+        out[f"{module}.{'scale_weight' if marks == 'scaled_fp8' else 'weight_scale'}"] = torch.tensor(0.25)
+        if marks == "comfy_quant":
+            settings = b'{"format": "float8_e4m3fn", "full_precision_matrix_mult": true}'
+            out[f"{module}.comfy_quant"] = torch.tensor(list(settings), dtype=torch.uint8)
+    if marks == "scaled_fp8":
+        out["scaled_fp8"] = torch.zeros(2, dtype=torch.float8_e4m3fn)
+    return out
+
+
+@pytest.mark.parametrize("marks", ["scaled_fp8", "comfy_quant", "metadata"])
+def test_scaled_fp8_keeps_its_scales(
+    marks: str, file: Callable[..., str], load_student: Loader, sample: Sample, comfy: ModuleType
+) -> None:
+    import json
+
+    import comfy.sd
+
+    stored = scaled_fp8(distilled(), marks)
+    rename = diffusers_name if marks != "scaled_fp8" else str
+    modules = [key.removesuffix(".weight_scale") for key in stored if key.endswith(".weight_scale")]
+    layers = {rename(f"{module}.")[:-1]: {"format": "float8_e4m3fn"} for module in modules}
+    metadata = {"_quantization_metadata": json.dumps({"layers": layers})} if marks == "metadata" else None
+    model = load_student(file({rename(key): weight for key, weight in stored.items()}, metadata=metadata))
+
+    plain = {
+        key: (weight.float() / 4).half()
+        if weight.dtype == torch.float8_e4m3fn and key.endswith(".weight")
+        else weight
+        for key, weight in stored.items()
+        if key in distilled()
+    }
+    expected = comfy.sd.load_diffusion_model_state_dict(plain)
+    torch.testing.assert_close(sample(model), sample(expected), rtol=2e-2, atol=2e-2)
+    assert not torch.allclose(sample(expected), torch.zeros(1), atol=1e-2)
+
+
+@pytest.mark.parametrize("kind", ["camera", "s2v", "humo", "animate"])
+def test_names_of_every_family_are_known(kind: str, comfy: ModuleType) -> None:
+    import comfy.ops
+    from comfy.ldm.wan import model as wan
+    from comfy.ldm.wan.model_animate import AnimateWanModel
+
+    from sparge_core.wan.keys import best_scheme, missing_parameters, model_type
+
+    classes = {
+        "camera": wan.CameraWanModel,
+        "s2v": wan.WanModel_S2V,
+        "humo": wan.HumoWanModel,
+        "animate": AnimateWanModel,
+    }
+    with torch.device("meta"):
+        model = classes[kind](
+            in_dim=36, dim=256, ffn_dim=512, num_heads=2, num_layers=5, text_dim=4096, out_dim=16,
+            cross_attn_norm=True, operations=comfy.ops.disable_weight_init, dtype=torch.float32, device="meta",
+        )  # fmt: skip
+    names = best_scheme([f"model.diffusion_model.{key}" for key in model.state_dict()])[1]
+    targets = {name.target for name in names.values()}
+    assert targets == set(model.state_dict())
+    assert missing_parameters(targets) == []
+    assert model_type(targets, 36, 64) is not None
+    assert "T2V" not in str(model_type(targets, 16, 64))
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Diffs and low-rank files
+
+
+@pytest.mark.parametrize("rename", [str, diffusers_name], ids=["wan", "diffusers"])
+def test_a_diff_on_its_base_equals_the_full_model(
+    rename: Callable[[str], str], file: Callable[..., str], load_student: Loader, load: Loader, sample: Sample
+) -> None:
+    base, full = makers.random_dit("t2v", heads=HEADS, layers=LAYERS), distilled()
+    diffs = {f"{rename(key)}.diff": full[key].float() - base[key].float() for key in base}
+    on = load("t2v")
+    before = sample(on)
+    student = load_student(file(diffs, folder="loras"), on)
+    torch.testing.assert_close(sample(student), sample(load("t2v", full)), rtol=1e-3, atol=1e-3)
+    assert torch.equal(sample(on), before)
+
+
+def test_whole_parameters_are_set(
+    file: Callable[..., str], load_student: Loader, load: Loader, sample: Sample
+) -> None:
+    full = distilled()
+    ends = {
+        f"diffusion_model.{key.removesuffix('.weight')}.set_weight": weight for key, weight in full.items()
+    }
+    student = load_student(file(ends), load("t2v"))
+    assert torch.equal(sample(student), sample(load("t2v", full)))
+
+
+LINEAR = {f"blocks.{i}.self_attn.{name}": (DIM, DIM) for i in range(LAYERS) for name in "qkvo"}
+SPELLINGS = {
+    "peft": (".lora_B.weight", ".lora_A.weight", "diffusion_model.{}".format),
+    "peft default": (".lora_B.default.weight", ".lora_A.default.weight", "base_model.model.{}".format),
+    "diffusers": (
+        ".lora_B.weight",
+        ".lora_A.weight",
+        lambda name: f"transformer.{diffusers_name(name + '.')[:-1]}",
+    ),
+    "kohya": (".lora_up.weight", ".lora_down.weight", lambda name: "lora_unet_" + name.replace(".", "_")),
+    "Fun": (".lora_up.weight", ".lora_down.weight", lambda name: "lora_unet__" + name.replace(".", "_")),
+}
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+@pytest.mark.parametrize("alpha", [None, 2.0])
+def test_low_rank_files_of_every_spelling_change_the_weights_as_they_should(
+    spelling: str,
+    alpha: float | None,
+    file: Callable[..., str],
+    load_student: Loader,
+    load: Loader,
+    sample: Sample,
+) -> None:
+    up, down, rename = SPELLINGS[spelling]
+    rank = 4
+    pairs = random_tensors(
+        low_rank({rename(name): shape for name, shape in LINEAR.items()}, up, down, rank), torch.float32
+    )
+    scale = 1.0 if alpha is None else alpha / rank
+    alphas = {} if alpha is None else {f"{rename(name)}.alpha": torch.tensor(alpha) for name in LINEAR}
+    plain = makers.random_dit("t2v", heads=HEADS, layers=LAYERS)
+    changed = {}
+    for name in LINEAR:
+        product = pairs[rename(name) + up] @ pairs[rename(name) + down] / 64
+        pairs[rename(name) + up] /= 64
+        changed[f"{name}.weight"] = plain[f"{name}.weight"].float() + scale * product
+
+    on = load("t2v")
+    before = sample(on)
+    student = sample(load_student(file({**pairs, **alphas}, folder="loras"), on))
+    torch.testing.assert_close(student, sample(load("t2v", changed)), rtol=1e-3, atol=1e-3)
+    assert not torch.allclose(student, before, atol=1e-2)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Settings and warnings
+
+
+def test_settings_travel_to_the_patch(
+    file: Callable[..., str],
+    load_student: Loader,
+    patch: Loader,
+    rooms: Any,
+    core: ModuleType,
+    sample: Sample,
+) -> None:
+    config = core.SparseConfig(top_k=0.5, top_p=0.4)
+    patched = patch(load_student(file(distilled(), metadata=config.to_metadata())), settings="auto")
+    assert rooms.host.patch_of(patched).settings.config == config
+    assert rooms.host.student_file(patched) == "student.safetensors"
+    sample(patched)
+
+
+def test_another_student_on_top_replaces_the_settings(
+    file: Callable[..., str], load_student: Loader, rooms: Any, core: ModuleType
+) -> None:
+    first = load_student(file(distilled(), metadata=core.SparseConfig(0.5).to_metadata()))
+    diff = {"blocks.0.norm3.diff": torch.ones(DIM)}
+    second = load_student(file(diff, "second.safetensors"), first)
+    assert rooms.host.student_config(second) is None
+    assert rooms.host.student_file(second) == "second.safetensors"
+    assert rooms.host.student_config(first) == core.SparseConfig(0.5)
+
+
+def test_a_student_with_dense_attention_is_warned_of_once_a_run(
+    file: Callable[..., str],
+    load_student: Loader,
+    patch: Loader,
+    sample: Sample,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    student = load_student(file(distilled()))
+    with caplog.at_level(logging.WARNING):
+        sample(patch(student))
+        assert "runs with dense attention" not in caplog.text
+        sample(student.clone())
+    assert caplog.text.count("student.safetensors runs with dense attention") == 1
+
+
+def test_the_node_says_what_it_loaded_and_which_sliders_to_set(
+    file: Callable[..., str], load_student: Loader, rooms: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[str] = []
+    monkeypatch.setattr(rooms.host, "show_text", lambda node, text: shown.append(text))
+    name = file(distilled())
+    load_student(name, load_student(name))
+    first, second = shown
+    assert first.startswith("student.safetensors: full model of Wan T2V")
+    assert "set the SpargeAttention2 node to manual" in first
+    assert second.endswith("The base is not used: the file is a full model.")
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Misfits
+
+
+@pytest.fixture
+def refused(load_student: Loader) -> Callable[..., str]:
+    def refused(file: str, base: Model | None = None) -> str:
+        with pytest.raises(ValueError, match=file.split("/")[1]) as error:
+            load_student(file, base)
+        text = str(error.value)
+        assert type(error.value).__name__ == "StudentError"
+        assert "expected" in text
+        assert "\n" not in text
+        return text
+
+    return refused
+
+
+def test_a_patch_file_without_its_base_asks_for_it(
+    file: Callable[..., str], refused: Callable[..., str]
+) -> None:
+    text = refused(file({"blocks.0.norm3.diff": torch.ones(DIM)}))
+    assert "connect it to the input base" in text
+
+
+def test_a_base_of_another_size_or_type_is_refused_and_left_alone(
+    file: Callable[..., str], refused: Callable[..., str], models: Loader
+) -> None:
+    base = models("t2v")
+    larger = file({"blocks.0.self_attn.q.diff": torch.ones(2 * DIM, 2 * DIM)})
+    assert f"width {DIM}" in refused(larger, base)
+    image = file(
+        {
+            "blocks.0.self_attn.q.diff": torch.ones(DIM, DIM),
+            "blocks.0.cross_attn.k_img.diff": torch.ones(DIM, DIM),
+        }
+    )
+    assert "not in its base" in refused(image, base)
+    assert not base.patches
+    assert not base.attachments
+
+
+def test_a_full_model_that_comfyuis_does_not_match_is_one_error(
+    file: Callable[..., str], refused: Callable[..., str]
+) -> None:
+    wrong = distilled() | {"text_embedding.0.weight": torch.zeros(DIM, 99)}
+    assert "text_embedding.0.weight" in refused(file(wrong))
+    family = distilled() | {"control_adapter.conv.weight": torch.zeros(DIM, 24 * 64, 2, 2)}
+    assert "are missing" in refused(file(family))
+
+
+def test_a_pickle_is_refused_without_being_opened(base: Path, refused: Callable[..., str]) -> None:
+    path = base / "models" / "diffusion_models" / "student.pth"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save({"blocks.0.self_attn.q.weight": torch.zeros(1)}, path)
+    assert "not opened" in refused("diffusion_models/student.pth")

@@ -102,24 +102,28 @@ def tensor_map(tensor: Tensor, box_rows: int) -> bytes:
 
     Dimensions (D, L, H, B), boxes of 64 channels x `box_rows` tokens, swizzled by 128 bytes.
     """
-    return _tensor_map(tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, box_rows)
+    return _tensor_map(
+        tensor.device.index, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, box_rows
+    )
 
 
 @functools.lru_cache(maxsize=1024)  # 128 bytes each; a model's tensors come back at the same addresses
 def _tensor_map(
-    pointer: int, shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, box_rows: int
+    index: int, pointer: int, shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, box_rows: int
 ) -> bytes:
     steps = [
         step * _ELEMENT_BYTES if size > 1 else ALIGNMENT
         for size, step in zip(shape[2::-1], strides[2::-1], strict=True)
     ]
-    return driver.get().encode_tensor_map(
-        _TENSOR_MAP_TYPES[dtype],
-        pointer,
-        tuple(shape[::-1]),
-        tuple(steps),
-        (_TENSOR_MAP_COLUMNS, box_rows, 1, 1),
-    )
+    api = driver.get()
+    with api.current_context(device(index).context):  # a thread that has not used CUDA yet has none
+        return api.encode_tensor_map(
+            _TENSOR_MAP_TYPES[dtype],
+            pointer,
+            tuple(shape[::-1]),
+            tuple(steps),
+            (_TENSOR_MAP_COLUMNS, box_rows, 1, 1),
+        )
 
 
 class _Parameters(threading.local):

@@ -69,16 +69,16 @@ class FakeLibrary:
         return 0
 
     def cuDeviceGetAttribute(self, value: Any, attribute: int, device: int) -> int:
-        major, minor = self.devices[device][1]
+        major, minor = self.devices[device or 0][1]  # the tests' tensors lie on the CPU: None
         value._obj.value = {16: 132, 75: major, 76: minor, 97: 232448}[attribute]
         return 0
 
     def cuDeviceGetName(self, buffer: Any, size: int, device: int) -> int:
-        buffer.value = self.devices[device][0].encode()
+        buffer.value = self.devices[device or 0][0].encode()
         return 0
 
     def cuDevicePrimaryCtxRetain(self, context: Any, device: int) -> int:
-        context._obj.value = 1000 + device
+        context._obj.value = 1000 + (device or 0)
         return 0
 
     def cuCtxPushCurrent_v2(self, context: Any) -> int:
@@ -130,6 +130,8 @@ class FakeLibrary:
         return 0
 
     def cuTensorMapEncodeTiled(self, target: Any, kind: int, rank: int, pointer: Any, *rest: Any) -> int:
+        if self.current_context is None:
+            return 201  # CUDA_ERROR_INVALID_CONTEXT
         sizes, strides, box = (tuple(array) for array in rest[:3])
         self.calls.append(
             ("cuTensorMapEncodeTiled", (target.value % 64, kind, pointer.value, sizes, strides, box))

@@ -11,8 +11,8 @@ from torch import Tensor
 from ..geometry import BLOCK_Q, num_blocks
 from . import launch
 
-# struct Params: tensor maps of q, k, v, out; lse, bits, counts, order, ticket; rows, heads, query blocks, query and
-# key length, mask words of a row; scale in powers of two.
+# struct Params: tensor maps of q, k, v, out; lse, bits, counts, order, ticket; rows, heads, query blocks,
+# query and key length, mask words of a row; scale in powers of two.
 _PARAMS = struct.Struct("<128s128s128s128s5Q6if")
 
 _THREADS = 384  # one producer warpgroup and two consumers
@@ -26,9 +26,9 @@ _CONTROL_BYTES = 16 * _TILES + 2 * 12  # a full and an empty barrier per stage, 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, bits: Tensor, counts: Tensor, order: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Attention of q (B, H, Lq, D) over the kept blocks of k, v (B, H, Lk, D); bfloat16 or float16, D 64 or 128.
+    """Attention of q (B, H, Lq, D) over the kept blocks of k, v (B, H, Lk, D), all float16 or all bfloat16.
 
-    bits, counts, order: as `BlockMask` holds them; every row keeps at least one block.
+    D is 64 or 128. bits, counts, order: as `BlockMask` holds them; every row keeps at least one block.
     Returns the output, laid out as `torch.empty_like(q)`, and the LSE in base 2, fp32 (B, H, Lq).
     """
     out = torch.empty_like(q)

@@ -1,4 +1,4 @@
-"""The operators on a GPU: torch's own checks, compilation, streams, devices, threads, and errors that pass."""
+"""The operators on a GPU: torch's own checks, compilation, streams, devices, threads, passing errors."""
 
 from __future__ import annotations
 

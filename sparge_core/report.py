@@ -5,6 +5,7 @@ Recording never waits for the device: sparsity is summed there, times come from 
 
 from __future__ import annotations
 
+import textwrap
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -140,18 +141,18 @@ class RunStatistics:
 
 def describe(summary: dict[str, Any]) -> str:
     """The summary in a user's words, one line a fact."""
-    dense = sum(summary["dense_calls"].values())
-    if summary["sparse_calls"]:
-        calls, share = summary["sparse_calls"], summary["sparsity"]
-        lines = [f"{calls} attention calls were sparse: {share:.1%} of the work was skipped."]
-    else:
-        lines = ["No attention call was sparse."]
-    lines.append(f"{dense} attention calls were dense{':' if dense else '.'}")
+    sparse, skipped = summary["sparse_calls"], summary["sparsity"]
+    lines = [
+        f"Sparse calls: {sparse}, which skipped {skipped:.1%} of the work."
+        if sparse
+        else "Sparse calls: none."
+    ]
+    lines.append(f"Dense calls: {sum(summary['dense_calls'].values()) or 'none.'}")
     by_count = sorted(summary["dense_calls"].items(), key=lambda item: -item[1])
-    lines += [f"  {count} × {reason}" for reason, count in by_count]
+    lines += [f"  {count}: {reason}" for reason, count in by_count]
     if summary["floor_calls"]:
         lines.append(
-            f"In {summary['floor_calls']} calls top_k alone keeps more than the target sparsity allows."
+            f"Calls whose top_k alone keeps more than the target sparsity allows: {summary['floor_calls']}."
         )
     lines.append(
         f"Time in attention: {summary['attention_ms']:.0f} ms "
@@ -166,6 +167,7 @@ AXIS = 92  # layer names stand left of the map
 MAP_WIDTH, MAP_HEIGHT = 720, 480
 BAR_WIDTH = 18
 LINE_HEIGHT = 20
+TEXT_WIDTH = 110  # characters
 FONT_SIZE = 14
 
 BACKGROUND = (255, 255, 255)
@@ -182,7 +184,7 @@ def plot(summary: dict[str, Any]) -> np.ndarray:
     """
     from PIL import Image, ImageDraw, ImageFont  # type: ignore[import-not-found,unused-ignore]
 
-    text = describe(summary).splitlines()
+    text = [row for line in describe(summary).splitlines() for row in textwrap.wrap(line, TEXT_WIDTH)]
     top = MARGIN + 2 * LINE_HEIGHT
     left = MARGIN + AXIS
     bottom = top + MAP_HEIGHT

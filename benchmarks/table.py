@@ -42,8 +42,8 @@ def attention_text(data: Mapping[str, Any]) -> str:
 def _head(machine: Mapping[str, str]) -> str:
     return (
         f"{machine['gpu']}, driver {machine['driver']}, torch {machine['torch']}, "
-        f"commit {machine['commit']}, {machine['date']}; bf16, batch 1, head dim 128, ComfyUI's memory layout, "
-        "medians in milliseconds."
+        f"commit {machine['commit']}, {machine['date']}; "
+        "bf16, batch 1, head dim 128, ComfyUI's memory layout, medians in milliseconds."
     )
 
 

@@ -13,30 +13,13 @@
 // Softmax: any reference M gives the same result as long as nothing overflows, so M is the row's running maximum only to
 // within 2^kLag, and the output is rescaled rarely. S, sums and O are fp32; P is rounded to the element type.
 
-#ifndef RING
-#define RING (HEAD_DIM == 128 ? 2 : 4)
-#endif
-#ifndef TILE_KEYS
-#define TILE_KEYS (HEAD_DIM == 128 ? 32 : 64)
-#endif
-#ifndef ROW_TILES
-#define ROW_TILES 2
-#endif
-#ifndef CTAS
-#define CTAS 2
-#endif
-
 #define kInfinity __int_as_float(0x7f800000)
 
-constexpr int kRing = RING;           // tiles
-constexpr int kTileKeys = TILE_KEYS;  // a key block or half of one
-constexpr int kRowTiles = ROW_TILES;  // 16-query tiles of a warp
+constexpr int kBlocksPerMultiprocessor = 2;
+constexpr int kRowTiles = 2;  // 16-query tiles of a warp
 constexpr int kThreads = 32 * kBlockQ / (16 * kRowTiles);
-constexpr int kKeyTiles = kTileKeys / 8;   // 8-key column tiles of the scores
 constexpr int kValueTiles = kHeadDim / 8;  // 8-channel column tiles of the output
-
 constexpr int kQueryBytes = kBlockQ * kRowBytes;
-constexpr int kTileBytes = kTileKeys * kRowBytes;
 
 // How far, in powers of two, a score may exceed the reference: far from overflow, in P's own type too.
 constexpr float kLag = 8.f;
@@ -67,7 +50,7 @@ struct Place {
   }
 };
 
-// ---- Tiles of the kept key blocks ------------------------------------------------------------------------------------
+// ---- Tiles of the kept key blocks ----------------------------------------------------------------------------------
 
 // Walks the set bits of the mask row. Each warp does so for itself; its lanes hold 32 words at a time.
 struct KeptBlocks {
@@ -96,44 +79,6 @@ struct KeptBlocks {
   }
 };
 
-struct TileRing {
-  const Params& p;
-  KeptBlocks blocks;
-  const u16 *keys, *values;               // of the head; what this thread copies of its first tile
-  int first_key = kBlockK - kTileKeys;    // of the tile copied last; negative after the last block
-  u32 first, current;                     // tiles in shared memory
-
-  DEVICE TileRing(const Params& params, const Place& at, u32 memory)
-      : p(params), blocks{params}, keys(copy_source(p.k.row(at.batch, at.head, 0), p.k.token_stride)),
-        values(copy_source(p.v.row(at.batch, at.head, 0), p.v.token_stride)), first(memory),
-        current(memory + (kRing - 1) * kTileBytes) {
-#pragma unroll
-    for (int tile = 0; tile < kRing - 1; ++tile) copy_ahead(memory + tile * kTileBytes, tile % 2 == 0);
-  }
-
-  // Waits for the tile to use next, keys or values in turn, and replaces the one used before it.
-  DEVICE u32 next(bool is_keys) {
-    copy_async_wait<kRing - 2>();
-    __syncthreads();
-    copy_ahead(current, is_keys == (kRing % 2 == 1));
-    current = current == first + (kRing - 1) * kTileBytes ? first : current + kTileBytes;
-    return current;
-  }
-
-  DEVICE void copy_ahead(u32 tile, bool is_keys) {
-    constexpr int kLastPart = kBlockK - kTileKeys;
-    if (is_keys) {
-      const bool block_ends = first_key < 0 || first_key % kBlockK == kLastPart;
-      first_key = block_ends ? blocks.next() * kBlockK : first_key + kTileKeys;
-    }
-    const i64 stride = is_keys ? p.k.token_stride : p.v.token_stride;
-    if (first_key >= 0)
-      copy_tile<kTileKeys, kThreads>(tile, (is_keys ? keys : values) + first_key * stride, stride,
-                                     p.key_length - first_key);
-    copy_async_commit();
-  }
-};
-
 // The real keys of the row's kept blocks. Only the last key block can be ragged, so they are the row's first ones.
 DEVICE int kept_keys(const Params& p, int row) {
   const int blocks = ceil_div(p.key_length, kBlockK), words = ceil_div(blocks, 32);
@@ -142,12 +87,6 @@ DEVICE int kept_keys(const Params& p, int row) {
   return p.counts[row] * kBlockK - (keeps_last ? blocks * kBlockK - p.key_length : 0);
 }
 
-// ---- Softmax ---------------------------------------------------------------------------------------------------------
-//
-// A lane holds two rows (r = 0, 1: lane / 4 and 8 below) of each of its warp's 16-query tiles t. Element 2r + c of column
-// tile n is column 8n + 2 (lane % 4) + c; the output likewise.
-
-typedef float Scores[kRowTiles][kKeyTiles][4];
 typedef float Output[kRowTiles][kValueTiles][4];
 typedef float RowValues[kRowTiles][2];
 
@@ -161,207 +100,278 @@ DEVICE float quad_sum(float x) {
   return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-DEVICE void hide_keys_from(Scores& scores, int keys) {
-  const int first_column = threadIdx.x % 4 * 2;
-#pragma unroll
-  for (int t = 0; t < kRowTiles; ++t)
-#pragma unroll
-    for (int n = 0; n < kKeyTiles; ++n)
-#pragma unroll
-      for (int e = 0; e < 4; ++e)
-        if (8 * n + first_column + e % 2 >= keys) scores[t][n][e] = -kInfinity;
-}
+// The kernel for tiles of kTileKeys keys, a key block or half of one, kRing of them in shared memory.
+template <int kTileKeys, int kRing>
+struct Attention {
+  static constexpr int kKeyTiles = kTileKeys / 8;  // 8-key column tiles of the scores
+  static constexpr int kTileBytes = kTileKeys * kRowBytes;
 
-struct Softmax {
-  float scale_log2;
-  RowValues reference;  // M, a raw score
-  RowValues sum;        // of this lane's columns only
+  struct TileRing {
+    const Params& p;
+    KeptBlocks blocks;
+    const u16 *keys, *values;               // of the head; what this thread copies of its first tile
+    int first_key = kBlockK - kTileKeys;    // of the tile copied last; negative after the last block
+    u32 first, current;                     // tiles in shared memory
 
-  DEVICE Softmax(float scale) : scale_log2(scale) {
+    DEVICE TileRing(const Params& params, const Place& at, u32 memory)
+        : p(params), blocks{params}, keys(copy_source(p.k.row(at.batch, at.head, 0), p.k.token_stride)),
+          values(copy_source(p.v.row(at.batch, at.head, 0), p.v.token_stride)), first(memory),
+          current(memory + (kRing - 1) * kTileBytes) {
+#pragma unroll
+      for (int tile = 0; tile < kRing - 1; ++tile) copy_ahead(memory + tile * kTileBytes, tile % 2 == 0);
+    }
+
+    // Waits for the tile to use next, keys or values in turn, and replaces the one used before it.
+    DEVICE u32 next(bool is_keys) {
+      copy_async_wait<kRing - 2>();
+      __syncthreads();
+      copy_ahead(current, is_keys == (kRing % 2 == 1));
+      current = current == first + (kRing - 1) * kTileBytes ? first : current + kTileBytes;
+      return current;
+    }
+
+    DEVICE void copy_ahead(u32 tile, bool is_keys) {
+      constexpr int kLastPart = kBlockK - kTileKeys;
+      if (is_keys) {
+        const bool block_ends = first_key < 0 || first_key % kBlockK == kLastPart;
+        first_key = block_ends ? blocks.next() * kBlockK : first_key + kTileKeys;
+      }
+      const i64 stride = is_keys ? p.k.token_stride : p.v.token_stride;
+      if (first_key >= 0)
+        copy_tile<kTileKeys, kThreads>(tile, (is_keys ? keys : values) + first_key * stride, stride,
+                                       p.key_length - first_key);
+      copy_async_commit();
+    }
+  };
+
+  // ---- Softmax -------------------------------------------------------------------------------------------------------
+  //
+  // A lane holds two rows (r = 0, 1: lane / 4 and 8 below) of each of its warp's 16-query tiles t. Element 2r + c of
+  // column tile n is column 8n + 2 (lane % 4) + c; the output likewise.
+
+  typedef float Scores[kRowTiles][kKeyTiles][4];
+
+  static DEVICE void hide_keys_from(Scores& scores, int keys) {
+    const int first_column = threadIdx.x % 4 * 2;
 #pragma unroll
     for (int t = 0; t < kRowTiles; ++t)
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        reference[t][r] = -kInfinity;
-        sum[t][r] = 0.f;
-      }
+      for (int n = 0; n < kKeyTiles; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e)
+          if (8 * n + first_column + e % 2 >= keys) scores[t][n][e] = -kInfinity;
   }
 
-  // Makes M high enough for these scores, and scores and shift such that P = 2^(scale * score + shift).
-  DEVICE void prepare(Scores& scores, Output& output, RowValues& shift) {
-    RowValues top;
-    bool outgrown = false;
-#pragma unroll
-    for (int t = 0; t < kRowTiles; ++t)
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        top[t][r] = -kInfinity;
-#pragma unroll
-        for (int n = 0; n < kKeyTiles; ++n)
-          top[t][r] = fmaxf(top[t][r], fmaxf(scores[t][n][2 * r], scores[t][n][2 * r + 1]));
-        outgrown |= (top[t][r] - reference[t][r]) * scale_log2 > kLag;
-      }
-    if (__any_sync(~0u, outgrown)) raise_reference(top, output);
+  struct Softmax {
+    float scale_log2;
+    RowValues reference;  // M, a raw score
+    RowValues sum;        // of this lane's columns only
 
-    bool subtract_first = false;
+    DEVICE Softmax(float scale) : scale_log2(scale) {
 #pragma unroll
-    for (int t = 0; t < kRowTiles; ++t)
+      for (int t = 0; t < kRowTiles; ++t)
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        shift[t][r] = -reference[t][r] * scale_log2;
-        subtract_first |= fabsf(shift[t][r]) > kFusedLimit;
-      }
-    if (__any_sync(~0u, subtract_first)) subtract_reference(scores, shift);
-  }
+        for (int r = 0; r < 2; ++r) {
+          reference[t][r] = -kInfinity;
+          sum[t][r] = 0.f;
+        }
+    }
 
-  DEVICE void raise_reference(const RowValues& top, Output& output) {
+    // Makes M high enough for these scores, and scores and shift such that P = 2^(scale * score + shift).
+    DEVICE void prepare(Scores& scores, Output& output, RowValues& shift) {
+      RowValues top;
+      bool outgrown = false;
+#pragma unroll
+      for (int t = 0; t < kRowTiles; ++t)
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          top[t][r] = -kInfinity;
+#pragma unroll
+          for (int n = 0; n < kKeyTiles; ++n)
+            top[t][r] = fmaxf(top[t][r], fmaxf(scores[t][n][2 * r], scores[t][n][2 * r + 1]));
+          outgrown |= (top[t][r] - reference[t][r]) * scale_log2 > kLag;
+        }
+      if (__any_sync(~0u, outgrown)) raise_reference(top, output);
+
+      bool subtract_first = false;
+#pragma unroll
+      for (int t = 0; t < kRowTiles; ++t)
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          shift[t][r] = -reference[t][r] * scale_log2;
+          subtract_first |= fabsf(shift[t][r]) > kFusedLimit;
+        }
+      if (__any_sync(~0u, subtract_first)) subtract_reference(scores, shift);
+    }
+
+    DEVICE void raise_reference(const RowValues& top, Output& output) {
+#pragma unroll
+      for (int t = 0; t < kRowTiles; ++t)
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const float raised = quad_max(fmaxf(reference[t][r], top[t][r]));
+          const float rescale = exp2_approx((reference[t][r] - raised) * scale_log2);
+          reference[t][r] = raised;
+          sum[t][r] *= rescale;
+#pragma unroll
+          for (int n = 0; n < kValueTiles; ++n) {
+            output[t][n][2 * r] *= rescale;
+            output[t][n][2 * r + 1] *= rescale;
+          }
+        }
+    }
+
+    DEVICE void subtract_reference(Scores& scores, RowValues& shift) const {
+#pragma unroll
+      for (int t = 0; t < kRowTiles; ++t)
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          shift[t][r] = 0.f;
+#pragma unroll
+          for (int n = 0; n < kKeyTiles; ++n) {
+            scores[t][n][2 * r] -= reference[t][r];
+            scores[t][n][2 * r + 1] -= reference[t][r];
+          }
+        }
+    }
+
+    // P of 16 keys, from column tile n on, as the left operand of a product.
+    DEVICE void exponentiate(u32 (&p)[kRowTiles][4], const Scores& scores, const RowValues& shift, int n) {
+#pragma unroll
+      for (int t = 0; t < kRowTiles; ++t)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int r = i % 2;
+          const float* score = &scores[t][n + i / 2][2 * r];
+          const float left = exp2_approx(fmaf(score[0], scale_log2, shift[t][r]));
+          const float right = exp2_approx(fmaf(score[1], scale_log2, shift[t][r]));
+          sum[t][r] += left + right;
+          p[t][i] = pack_elements(left, right);
+        }
+    }
+  };
+
+  // ---- Matrix products -----------------------------------------------------------------------------------------------
+
+  // S = Q K^T
+  static DEVICE void multiply_keys(Scores& scores, u32 queries, u32 keys) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const u32 query_row = queries + tile_offset(warp * 16 * kRowTiles + lane % 16, lane / 16);
+    const u32 key_row = keys + tile_offset(lane / 16 * 8 + lane % 8, lane / 8 % 2);
 #pragma unroll
     for (int t = 0; t < kRowTiles; ++t)
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const float raised = quad_max(fmaxf(reference[t][r], top[t][r]));
-        const float rescale = exp2_approx((reference[t][r] - raised) * scale_log2);
-        reference[t][r] = raised;
-        sum[t][r] *= rescale;
+      for (int n = 0; n < kKeyTiles; ++n)
 #pragma unroll
-        for (int n = 0; n < kValueTiles; ++n) {
-          output[t][n][2 * r] *= rescale;
-          output[t][n][2 * r + 1] *= rescale;
+        for (int e = 0; e < 4; ++e) scores[t][n][e] = 0.f;
+#pragma unroll
+    for (int chunk = 0; chunk < kRowChunks; chunk += 2) {
+      u32 a[kRowTiles][4];
+#pragma unroll
+      for (int t = 0; t < kRowTiles; ++t)
+        load_matrices(a[t], (query_row ^ chunk_offset(chunk)) + t * 16 * kRowBytes);
+#pragma unroll
+      for (int n = 0; n < kKeyTiles; n += 2) {
+        u32 b[4];
+        load_matrices(b, (key_row ^ chunk_offset(chunk)) + n * 8 * kRowBytes);
+#pragma unroll
+        for (int t = 0; t < kRowTiles; ++t) {
+          multiply_add(scores[t][n], a[t], b[0], b[1]);
+          multiply_add(scores[t][n + 1], a[t], b[2], b[3]);
         }
       }
+    }
   }
 
-  DEVICE void subtract_reference(Scores& scores, RowValues& shift) const {
+  // O += P V, 16 keys at a time, so that the exponentials of the next ones run beside the products of these.
+  static DEVICE void multiply_values(Output& output, Softmax& softmax, const Scores& scores, const RowValues& shift,
+                                     u32 values) {
+    const int lane = threadIdx.x % 32;
+    const u32 value_row = values + tile_offset(lane % 16, lane / 16);
+#pragma unroll
+    for (int key = 0; key < kTileKeys; key += 16) {
+      u32 a[kRowTiles][4];
+      softmax.exponentiate(a, scores, shift, key / 8);
+#pragma unroll
+      for (int n = 0; n < kValueTiles; n += 2) {
+        u32 b[4];
+        load_matrices_transposed(b, (value_row ^ chunk_offset(n)) + key * kRowBytes);
+#pragma unroll
+        for (int t = 0; t < kRowTiles; ++t) {
+          multiply_add(output[t][n], a[t], b[0], b[1]);
+          multiply_add(output[t][n + 1], a[t], b[2], b[3]);
+        }
+      }
+    }
+  }
+
+  static DEVICE void store_row(const Params& p, const Output& output, const Softmax& softmax) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const Place at(p);
 #pragma unroll
     for (int t = 0; t < kRowTiles; ++t)
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        shift[t][r] = 0.f;
+        const float sum = quad_sum(softmax.sum[t][r]);
+        const float inverse = sum == 0.f ? 0.f : 1.f / sum;  // a row without keys gives zeros
+        const int query = at.first_query + (warp * kRowTiles + t) * 16 + r * 8 + lane / 4;
+        if (query >= p.query_length) continue;
+        u32* out = reinterpret_cast<u32*>(p.out.row(at.batch, at.head, query)) + lane % 4;
 #pragma unroll
-        for (int n = 0; n < kKeyTiles; ++n) {
-          scores[t][n][2 * r] -= reference[t][r];
-          scores[t][n][2 * r + 1] -= reference[t][r];
-        }
+        for (int n = 0; n < kValueTiles; ++n)
+          out[4 * n] = pack_elements(output[t][n][2 * r] * inverse, output[t][n][2 * r + 1] * inverse);
+        if (lane % 4 == 0)
+          p.lse[(static_cast<i64>(at.batch) * p.heads + at.head) * p.query_length + query] =
+              softmax.reference[t][r] * p.scale_log2 + log2_approx(sum);
       }
   }
 
-  // P of 16 keys, from column tile n on, as the left operand of a product.
-  DEVICE void exponentiate(u32 (&p)[kRowTiles][4], const Scores& scores, const RowValues& shift, int n) {
+  static DEVICE void run(const Params& p) {
+    extern __shared__ __align__(kTileAlignment) u8 memory[];
+    const u32 queries = shared_address(memory);
+    const Place at(p);
+    const i64 query_stride = p.q.token_stride;
+    copy_tile<kBlockQ, kThreads>(queries, copy_source(p.q.row(at.batch, at.head, at.first_query), query_stride),
+                                 query_stride, p.query_length - at.first_query);
+    TileRing ring(p, at, queries + kQueryBytes);
+
+    Softmax softmax(p.scale_log2);
+    Output output;
 #pragma unroll
     for (int t = 0; t < kRowTiles; ++t)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int r = i % 2;
-        const float* score = &scores[t][n + i / 2][2 * r];
-        const float left = exp2_approx(fmaf(score[0], scale_log2, shift[t][r]));
-        const float right = exp2_approx(fmaf(score[1], scale_log2, shift[t][r]));
-        sum[t][r] += left + right;
-        p[t][i] = pack_elements(left, right);
-      }
+      for (int n = 0; n < kValueTiles; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) output[t][n][e] = 0.f;
+
+    for (int left = kept_keys(p, at.row); left > 0; left -= kTileKeys) {
+      Scores scores;
+      RowValues shift;
+      multiply_keys(scores, queries, ring.next(true));
+      if (left < kTileKeys) hide_keys_from(scores, left);
+      const u32 values = ring.next(false);
+      softmax.prepare(scores, output, shift);
+      multiply_values(output, softmax, scores, shift, values);
+    }
+    copy_async_wait<0>();
+    store_row(p, output, softmax);
   }
 };
 
-// ---- Matrix products -------------------------------------------------------------------------------------------------
-
-// S = Q K^T
-DEVICE void multiply_keys(Scores& scores, u32 queries, u32 keys) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const u32 query_row = queries + tile_offset(warp * 16 * kRowTiles + lane % 16, lane / 16);
-  const u32 key_row = keys + tile_offset(lane / 16 * 8 + lane % 8, lane / 8 % 2);
-#pragma unroll
-  for (int t = 0; t < kRowTiles; ++t)
-#pragma unroll
-    for (int n = 0; n < kKeyTiles; ++n)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) scores[t][n][e] = 0.f;
-#pragma unroll
-  for (int chunk = 0; chunk < kRowChunks; chunk += 2) {
-    u32 a[kRowTiles][4];
-#pragma unroll
-    for (int t = 0; t < kRowTiles; ++t)
-      load_matrices(a[t], (query_row ^ chunk_offset(chunk)) + t * 16 * kRowBytes);
-#pragma unroll
-    for (int n = 0; n < kKeyTiles; n += 2) {
-      u32 b[4];
-      load_matrices(b, (key_row ^ chunk_offset(chunk)) + n * 8 * kRowBytes);
-#pragma unroll
-      for (int t = 0; t < kRowTiles; ++t) {
-        multiply_add(scores[t][n], a[t], b[0], b[1]);
-        multiply_add(scores[t][n + 1], a[t], b[2], b[3]);
-      }
-    }
-  }
+// Two thread blocks of 48 KB fit into the 100 KB that a multiprocessor has in compute capability 8.6, 8.9 and 12.0.
+extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
+    forward_mma(const __grid_constant__ Params p) {
+#if HEAD_DIM == 128
+  Attention<32, 2>::run(p);
+#else
+  Attention<64, 4>::run(p);
+#endif
 }
 
-// O += P V, 16 keys at a time, so that the exponentials of the next ones run beside the products of these.
-DEVICE void multiply_values(Output& output, Softmax& softmax, const Scores& scores, const RowValues& shift, u32 values) {
-  const int lane = threadIdx.x % 32;
-  const u32 value_row = values + tile_offset(lane % 16, lane / 16);
-#pragma unroll
-  for (int key = 0; key < kTileKeys; key += 16) {
-    u32 a[kRowTiles][4];
-    softmax.exponentiate(a, scores, shift, key / 8);
-#pragma unroll
-    for (int n = 0; n < kValueTiles; n += 2) {
-      u32 b[4];
-      load_matrices_transposed(b, (value_row ^ chunk_offset(n)) + key * kRowBytes);
-#pragma unroll
-      for (int t = 0; t < kRowTiles; ++t) {
-        multiply_add(output[t][n], a[t], b[0], b[1]);
-        multiply_add(output[t][n + 1], a[t], b[2], b[3]);
-      }
-    }
-  }
+#if HEAD_DIM == 128 && (__CUDA_ARCH__ == 800 || __CUDA_ARCH__ == 900 || __CUDA_ARCH__ == 1000)
+// Two of 64 KB, where a multiprocessor has more: whole key blocks need half as many barriers.
+extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
+    forward_mma_wide(const __grid_constant__ Params p) {
+  Attention<64, 2>::run(p);
 }
-
-DEVICE void store_row(const Params& p, const Output& output, const Softmax& softmax) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const Place at(p);
-#pragma unroll
-  for (int t = 0; t < kRowTiles; ++t)
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const float sum = quad_sum(softmax.sum[t][r]);
-      const float inverse = sum == 0.f ? 0.f : 1.f / sum;  // a row without keys gives zeros
-      const int query = at.first_query + (warp * kRowTiles + t) * 16 + r * 8 + lane / 4;
-      if (query >= p.query_length) continue;
-      u32* out = reinterpret_cast<u32*>(p.out.row(at.batch, at.head, query)) + lane % 4;
-#pragma unroll
-      for (int n = 0; n < kValueTiles; ++n)
-        out[4 * n] = pack_elements(output[t][n][2 * r] * inverse, output[t][n][2 * r + 1] * inverse);
-      if (lane % 4 == 0)
-        p.lse[(static_cast<i64>(at.batch) * p.heads + at.head) * p.query_length + query] =
-            softmax.reference[t][r] * p.scale_log2 + log2_approx(sum);
-    }
-}
-
-extern "C" __global__ void __launch_bounds__(kThreads, CTAS) forward_mma(const __grid_constant__ Params p) {
-  extern __shared__ __align__(kTileAlignment) u8 memory[];
-  const u32 queries = shared_address(memory);
-  const Place at(p);
-  const i64 query_stride = p.q.token_stride;
-  copy_tile<kBlockQ, kThreads>(queries, copy_source(p.q.row(at.batch, at.head, at.first_query), query_stride),
-                               query_stride, p.query_length - at.first_query);
-  TileRing ring(p, at, queries + kQueryBytes);
-
-  Softmax softmax(p.scale_log2);
-  Output output;
-#pragma unroll
-  for (int t = 0; t < kRowTiles; ++t)
-#pragma unroll
-    for (int n = 0; n < kValueTiles; ++n)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) output[t][n][e] = 0.f;
-
-  for (int left = kept_keys(p, at.row); left > 0; left -= kTileKeys) {
-    Scores scores;
-    RowValues shift;
-    multiply_keys(scores, queries, ring.next(true));
-    if (left < kTileKeys) hide_keys_from(scores, left);
-    const u32 values = ring.next(false);
-    softmax.prepare(scores, output, shift);
-    multiply_values(output, softmax, scores, shift, values);
-  }
-  copy_async_wait<0>();
-  store_row(p, output, softmax);
-}
+#endif

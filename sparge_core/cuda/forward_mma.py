@@ -16,6 +16,9 @@ _THREADS = 128
 # The queries and the ring of key and value tiles. Two blocks of threads fit into the 100 KB that
 # a multiprocessor has in compute capability 8.6, 8.9 and 12.0.
 _SHARED_BYTES = 48 * 1024
+# Wider tiles, where a multiprocessor has 160 KB and more: the architectures that the kernel is compiled for.
+_WIDE_SHARED_BYTES = 64 * 1024
+_WIDE_CAPABILITIES = {(8, 0), (9, 0), (10, 0)}
 # A view is its pointer and its batch, head and token strides.
 _PARAMS = struct.Struct("<Q3q Q3q Q3q Q3q 4Q 3i f")
 
@@ -47,7 +50,9 @@ def forward_into(
 ) -> None:
     """As `forward`, into an `out` of q's shape and even strides, and a contiguous `lse`."""
     device = q.device.index
-    kernel = launch.kernel(_MODULE, _MODULE, device, q.dtype, q.shape[3])
+    wide = q.shape[3] == 128 and launch.device(device).capability in _WIDE_CAPABILITIES
+    name = "forward_mma_wide" if wide else "forward_mma"
+    kernel = launch.kernel(_MODULE, name, device, q.dtype, q.shape[3])
     q, k, v = launch.aligned(q), launch.aligned(k), launch.aligned(v)
     params = _PARAMS.pack(
         q.data_ptr(), *q.stride()[:3],
@@ -57,4 +62,5 @@ def forward_into(
         lse.data_ptr(), bits.data_ptr(), counts.data_ptr(), order.data_ptr(),
         q.shape[1], q.shape[2], k.shape[2], scale * _LOG2_E,
     )  # fmt: skip
-    kernel((counts.numel(), 1, 1), _THREADS, _SHARED_BYTES, launch.stream(device), params)
+    shared_bytes = _WIDE_SHARED_BYTES if wide else _SHARED_BYTES
+    kernel((counts.numel(), 1, 1), _THREADS, shared_bytes, launch.stream(device), params)

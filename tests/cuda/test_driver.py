@@ -78,7 +78,10 @@ def test_the_context_before_comes_back_after_an_error(library: Any) -> None:
 
 def test_a_tensor_map_is_encoded_at_an_address_that_the_driver_accepts(library: Any) -> None:
     api = driver.get()
-    encoded = api.encode_tensor_map(driver.BFLOAT16, 4096, (128, 10, 2, 1), (256, 2560, 5120), (64, 16, 1, 1))
+    with api.current_context(api.primary_context(0)):
+        encoded = api.encode_tensor_map(
+            driver.BFLOAT16, 4096, (128, 10, 2, 1), (256, 2560, 5120), (64, 16, 1, 1)
+        )
     ((misalignment, kind, pointer, sizes, strides, box),) = library.named("cuTensorMapEncodeTiled")
     assert misalignment == 0
     assert (kind, pointer) == (9, 4096)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,10 +22,8 @@ def random(*shape: int) -> Tensor:
 
 
 @pytest.fixture
-def call(
-    comfy: ModuleType, model: Model, patch: Callable[..., Model], rooms: SimpleNamespace
-) -> Callable[..., Any]:
-    """Lets a patched layer make one attention call; returns the result, what the host got and what was counted."""
+def call(model: Model, patch: Callable[..., Model], rooms: SimpleNamespace) -> Callable[..., Any]:
+    """Lets a patched layer make one attention call: the result, what the host got and what was counted."""
     from comfy.ldm.modules.attention import optimized_attention
 
     def call(q: Tensor, k: Tensor, v: Tensor, *args: Any, options: Given | None = None, **kwargs: Any) -> Any:

@@ -1,0 +1,99 @@
+"""What saved graphs depend on, and what the interface shows: frozen once shipped."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from host import ROOT
+
+# Widgets are stored by position and nodes by id, so a change here breaks graphs that people have saved.
+FROZEN: dict[str, dict[str, Any]] = {
+    "SpargeAttention2Patch": {
+        "inputs": [
+            ("model", "MODEL", None),
+            ("settings", ["auto", "manual"], "auto"),
+            ("top_k", "FLOAT", 0.03),
+            ("top_p", "FLOAT", 0.2),
+            ("sparsity", "FLOAT", 0.5),
+            ("start_percent", "FLOAT", 0.0),
+            ("end_percent", "FLOAT", 1.0),
+            ("dense_layers", "STRING", ""),
+            ("min_tokens", "INT", 4096),
+            ("backend", ["auto", "cuda", "flex", "reference", "dense"], "auto"),
+        ],
+        "outputs": [("MODEL", "MODEL")],
+        "sliders": ["top_k", "top_p", "sparsity"],
+    },
+    "SpargeSparsityReport": {
+        "inputs": [("model", "MODEL", None), ("latent", "LATENT", None)],
+        "outputs": [("image", "IMAGE"), ("text", "STRING"), ("json", "STRING")],
+        "sliders": [],
+    },
+}
+
+
+@pytest.fixture(scope="session")
+def info(pack: ModuleType) -> dict[str, dict[str, Any]]:
+    """What the server tells the interface about each node, by node id."""
+    nodes = asyncio.run(asyncio.run(pack.comfy_entrypoint()).get_node_list())
+    return {node.GET_SCHEMA().node_id: node.GET_NODE_INFO_V1() for node in nodes}
+
+
+def inputs_of(about: dict[str, Any]) -> dict[str, tuple[Any, dict[str, Any]]]:
+    """Type (a combo's options in its place) and settings of each input, in their order."""
+    listed = {}
+    for kind in ("required", "optional"):
+        for name in about["input_order"].get(kind, []):
+            type_, *rest = about["input"][kind][name]
+            settings = rest[0] if rest else {}
+            listed[name] = (settings.get("options", type_) if type_ == "COMBO" else type_, settings)
+    return listed
+
+
+@pytest.mark.parametrize("node", FROZEN)
+def test_ids_widgets_their_order_and_defaults_do_not_change(
+    node: str, info: dict[str, dict[str, Any]]
+) -> None:
+    inputs, frozen = inputs_of(info[node]), FROZEN[node]
+    assert [(name, type_, settings.get("default")) for name, (type_, settings) in inputs.items()] == frozen[
+        "inputs"
+    ]
+    assert list(zip(info[node]["output_name"], info[node]["output"], strict=True)) == frozen["outputs"]
+    sliders = [name for name, (_, settings) in inputs.items() if settings.get("display") == "slider"]
+    assert sliders == frozen["sliders"]
+
+
+def test_the_back_ends_offered_are_those_there_are(pack: ModuleType, info: dict[str, dict[str, Any]]) -> None:
+    backends = importlib.import_module(f"{pack.__name__}.sparge_core.backends")
+    assert sorted(inputs_of(info["SpargeAttention2Patch"])["backend"][0]) == sorted(backends.NAMES)
+
+
+@pytest.mark.parametrize("node", FROZEN)
+def test_every_input_and_output_says_what_it_is_for(node: str, info: dict[str, dict[str, Any]]) -> None:
+    about = info[node]
+    assert about["display_name"]
+    assert about["description"]
+    assert [name for name, (_, settings) in inputs_of(about).items() if not settings.get("tooltip")] == []
+    assert all(about["output_tooltips"])
+
+
+@pytest.mark.parametrize("page", ["{}.md", "{}/zh.md"])
+@pytest.mark.parametrize("node", FROZEN)
+def test_the_help_page_explains_every_input(node: str, page: str) -> None:
+    """The English one is what ComfyUI falls back to in any language that has no page of its own."""
+    text = (ROOT / "web" / "docs" / page.format(node)).read_text(encoding="utf-8")
+    names = [name for name, _, _ in FROZEN[node]["inputs"]]
+    assert [name for name in names if name not in text and name.upper() not in text] == []
+
+
+@pytest.mark.parametrize("node", FROZEN)
+def test_the_chinese_translation_names_every_input_and_output(node: str) -> None:
+    translated = json.loads((ROOT / "locales/zh/nodeDefs.json").read_text(encoding="utf-8"))[node]
+    assert list(translated["inputs"]) == [name for name, _, _ in FROZEN[node]["inputs"]]
+    assert list(translated["outputs"]) == [str(place) for place in range(len(FROZEN[node]["outputs"]))]

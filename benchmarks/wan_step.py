@@ -202,6 +202,8 @@ def kinds(events: Any, layers: int, cuda: bool) -> tuple[float, float]:
     for event in events:
         if event.device_type != (DeviceType.CUDA if cuda else DeviceType.CPU):
             continue
+        if event.name.startswith("triton_"):
+            continue  # fused by the compiler, and named after all that they stand beside
         ms = event.time_range.elapsed_us() / 1e3
         if event.name in ours:
             sparse += ms

@@ -1,0 +1,53 @@
+"""The step benchmark: which kernel's time counts as what, and what it needs."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.autograd import DeviceType
+
+from benchmarks import wan_step
+
+
+def kernel(name: str, ms: float, device_type: DeviceType = DeviceType.CUDA) -> SimpleNamespace:
+    time_range = SimpleNamespace(elapsed_us=lambda: ms * 1e3)
+    return SimpleNamespace(name=name, device_type=device_type, time_range=time_range)
+
+
+def test_kernels_of_the_product_are_found_in_its_sources() -> None:
+    assert {"forward_sm90", "forward_mma", "block_means", "order_rows"} <= wan_step.our_kernels()
+
+
+def test_a_dense_step_counts_only_the_longest_attention_kernels_as_self_attention() -> None:
+    flash = "void pytorch_flash::flash_fwd_kernel<cutlass::bfloat16_t>"
+    events = [kernel(flash, 300.0), kernel(flash, 3.0), kernel(flash, 301.0), kernel(flash, 2.0)]
+    events += [kernel("nvjet_sm90_tst_128x256", 20.0), kernel("void at::native::elementwise_kernel<4>", 7.0)]
+    assert wan_step.kinds(events, 2, cuda=True) == (601.0, 20.0)
+
+
+def test_a_sparse_step_counts_the_mask_and_the_forward_kernel() -> None:
+    events = [kernel("block_means", 0.25), kernel("forward_sm90", 9.5), kernel("flash_fwd_kernel", 3.0)]
+    events += [
+        kernel("cutlass_80_wmma_tensorop_bf16_gemm", 5.0),
+        kernel("cudaLaunchKernel", 1.0, DeviceType.CPU),
+    ]
+    assert wan_step.kinds(events, 1, cuda=True) == (9.75, 5.0)
+
+
+def test_fused_kernels_are_neither_whatever_they_are_named_after() -> None:
+    events = [
+        kernel("triton_poi_fused_addmm_gelu_1", 4.0),
+        kernel("triton_red_fused__flash_attention_0", 2.0),
+    ]
+    assert wan_step.kinds(events, 1, cuda=True) == (0, 0.0)
+
+
+def test_without_a_host_it_says_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = list(sys.path)
+    monkeypatch.setenv("COMFYUI_PATH", "/nowhere")
+    with pytest.raises(SystemExit, match="COMFYUI_PATH is '/nowhere'; set it to a ComfyUI folder"):
+        wan_step.load_host(torch.device("cpu"))
+    assert sys.path == before

@@ -6,7 +6,7 @@
 
 Inputs are made on the CPU, so that next to nothing but our kernels runs instrumented, and torch's caching of
 memory is off, so that each tensor has its own allocation and reading past its end is seen. Names of kernels
-("mask", "mma", "sm90") as arguments run those alone.
+("mask", "mma", "mma-narrow", "sm90") as arguments run those alone.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from sparge_core import BlockMask, SparseConfig, reference
 from sparge_core.cuda import forward_mma, forward_sm90, mask_kernels
 
 DEVICE = "cuda"
-FORWARDS = {"mma": forward_mma.forward, "sm90": forward_sm90.forward}
+# "mma-narrow" is the kernel of GPUs that have little shared memory.
+FORWARDS = {"mma": forward_mma.forward, "mma-narrow": forward_mma.forward, "sm90": forward_sm90.forward}
+WIDE_CAPABILITIES = forward_mma._WIDE_CAPABILITIES
 # (batch, heads, query tokens, key tokens): one token, ragged ends, several mask words, more mask rows than
 # a GPU has multiprocessors, and rows long enough for each of the mask's ways to select.
 SHAPES = [
@@ -62,6 +64,7 @@ def check_mask(q: Tensor, k: Tensor) -> BlockMask:
 def check_forward(family: str, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> None:
     order = mask.order if mask.order is not None else torch.arange(mask.counts.numel(), dtype=torch.int32)
     scale = q.shape[-1] ** -0.5
+    forward_mma._WIDE_CAPABILITIES = set() if family == "mma-narrow" else WIDE_CAPABILITIES
     out, lse = FORWARDS[family](
         q, k, v, mask.bits.to(DEVICE), mask.counts.to(DEVICE), order.to(DEVICE), scale
     )
@@ -74,7 +77,8 @@ def check_forward(family: str, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask)
 
 
 def main(names: list[str]) -> None:
-    names = names or ["mask", "mma", *(["sm90"] if torch.cuda.get_device_capability() == (9, 0) else [])]
+    hopper = torch.cuda.get_device_capability() == (9, 0)
+    names = names or ["mask", *(family for family in FORWARDS if hopper or family != "sm90")]
     torch.manual_seed(0)
     for dtype in (torch.bfloat16, torch.float16):
         for dim in (64, 128):

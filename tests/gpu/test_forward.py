@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from sparge_core import BlockMask
+from sparge_core.cuda import forward_mma
 from sparge_core.geometry import BLOCK_K, BLOCK_Q, num_blocks
 
 pytestmark = pytest.mark.gpu
@@ -34,12 +35,15 @@ LSE_TOLERANCE = 1e-4  # times the largest of 1 and the LSE: fp32 sums of product
 Forward = Callable[..., tuple[Tensor, Tensor]]
 
 
-@pytest.fixture(params=["sm90", "mma"])
-def family(request: pytest.FixtureRequest) -> str:
+@pytest.fixture(params=["sm90", "mma", "mma-narrow"])
+def family(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Which launcher runs. "mma-narrow": with the kernel of GPUs that have little shared memory."""
     name: str = request.param
     if name == "sm90" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("its instructions exist on compute capability 9.0 alone")
-    return name
+    if name == "mma-narrow":
+        monkeypatch.setattr(forward_mma, "_WIDE_CAPABILITIES", frozenset())
+    return name.removesuffix("-narrow")
 
 
 @dataclasses.dataclass

@@ -429,10 +429,14 @@ struct Consumer {
   float scores[64];
   float out[kHeadDim / 2];
 
+  // Lane 0 reads for its warp, because it is lane 0 that later hands the stage back.
   DEVICE RowInfo wait_row(const RingPosition<kQueryStages>& at) const {
     barrier_wait(s.q_full + 8 * at.stage, at.parity);
     volatile const RowInfo* info = s.rows + at.stage;
-    return RowInfo{info->row, info->tiles, info->last_keys};
+    RowInfo row{0, 0, 0};
+    if (lane == 0) row = RowInfo{info->row, info->tiles, info->last_keys};
+    return RowInfo{__shfl_sync(0xffffffffu, row.row, 0), __shfl_sync(0xffffffffu, row.tiles, 0),
+                   __shfl_sync(0xffffffffu, row.last_keys, 0)};
   }
 
   DEVICE u64 query_descriptor(int stage) const {

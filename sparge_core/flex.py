@@ -20,6 +20,8 @@ from .mask import BlockMask
 # Tiles that divide our blocks and, in two stages, fit the 99 KB of shared memory of consumer parts.
 KERNEL_OPTIONS = {"BLOCK_M": 64, "BLOCK_N": 64, "num_stages": 2}
 PROBE_TOKENS = 3 * BLOCK_Q + 17  # ragged in both block sizes
+# torch.compile makes a kernel for each head dim, dtype and kind of length, and gives up after 8 by default.
+COMPILATIONS = 64
 # Largest error of a token's output, in mean lengths of one: bfloat16 rounding gives 0.006, a wrong block 0.2.
 PROBE_TOLERANCE = 0.05
 
@@ -27,7 +29,10 @@ PROBE_TOLERANCE = 0.05
 @torch.compiler.disable  # it compiles itself, for the caller's tensors
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float) -> Tensor:
     """FlexAttention over the kept blocks; q (B, H, Lq, D), k and v (B, H, Lk, D), float16 or bfloat16."""
-    return _compiled()(q, k, v, block_mask=_flex_mask(mask), scale=scale, kernel_options=KERNEL_OPTIONS)
+    from torch._dynamo import config  # slow to import, and few need it
+
+    with config.patch(cache_size_limit=COMPILATIONS):
+        return _compiled()(q, k, v, block_mask=_flex_mask(mask), scale=scale, kernel_options=KERNEL_OPTIONS)
 
 
 @torch.compiler.disable

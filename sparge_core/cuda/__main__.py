@@ -20,7 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             build.build(options.out, options.arch, options.jobs, options.compiler or build.default_compiler())
         else:
             build.compile_one(options.module, options.architecture, options.out, options.compiler)
-    except (build.BuildError, nvrtc.CompilerError) as error:
+    except (build.BuildError, nvrtc.CompilerError, OSError) as error:
         print(error, file=sys.stderr)
         return 1
     return 0

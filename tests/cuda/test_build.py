@@ -144,6 +144,15 @@ def test_a_compiler_too_old_for_an_architecture_fails_with_its_name(
     assert "cannot compile mask.cu" in capsys.readouterr().err
 
 
+def test_a_folder_that_cannot_be_written_is_one_line(
+    csrc: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "out").write_text("a file where the folder should be")
+    arguments = ["compile-one", "mask", "sm_80", "--out", str(tmp_path / "out"), "--compiler", "nvrtc"]
+    assert command_line.main(arguments) == 1
+    assert str(tmp_path / "out") in capsys.readouterr().err
+
+
 def test_without_ninja_the_build_says_what_to_install(
     csrc: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

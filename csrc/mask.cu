@@ -1,7 +1,7 @@
 // The hybrid block mask (arXiv 2602.13515, Eq. 9 and Alg. 1): which key blocks each query block attends to.
 //
 //   block_means     q, k -> fp32 means of their blocks, read once at the speed of memory
-//   pooled_scores   means -> fp32 scores (B, H, n_q, pitch), scaled; the only array that grows with n_q * n_k
+//   pooled_scores   means -> fp32 scores (B, H, n_q, pitch), scaled and finite, with kNoScore as padding
 //   select_blocks   scores -> bits and counts, for Top-k united with Top-p
 // or, for a target sparsity,
 //   rank_blocks     scores -> in their place the mass before each entry, 0 where Top-k keeps it anyway
@@ -24,7 +24,7 @@ constexpr float kMassUnits = 2147483648.f;  // 2^31 units make a row's whole mas
 constexpr float kScoreLimit = 1e38f;        // differences of two scores stay finite
 constexpr float kNoScore = -3e38f;          // below every score, and without mass
 
-extern __shared__ uint4 dynamic_shared[];
+extern __shared__ __align__(128) uint4 dynamic_shared[];
 
 DEVICE int lane_id() { return threadIdx.x % kWarp; }
 
@@ -95,23 +95,28 @@ struct Lowest {
   DEVICE u32 operator()(u32 a, u32 b) const { return a < b ? a : b; }
 };
 
-// Sum of the values of all threads before this one.
+// Sum of the values of the lanes before this one.
 template <class T>
-DEVICE T sum_before(T value) {
-  __shared__ T totals[kWarp];
-  const int lane = lane_id(), warp = threadIdx.x / kWarp;
+DEVICE T sum_of_lanes_before(T value) {
   T sum = value;
 #pragma unroll
   for (int lanes = 1; lanes < kWarp; lanes *= 2) {
     const T other = __shfl_up_sync(kAllLanes, sum, lanes);
-    if (lane >= lanes) sum += other;
+    if (lane_id() >= lanes) sum += other;
   }
+  return sum - value;
+}
+
+// Sum of the values of all threads before this one.
+template <class T>
+DEVICE T sum_before(T value) {
+  __shared__ T totals[kWarp];
+  T before = sum_of_lanes_before(value);
   __syncthreads();  // earlier totals have been read
-  if (lane == kWarp - 1) totals[warp] = sum;
+  if (lane_id() == kWarp - 1) totals[threadIdx.x / kWarp] = before + value;
   __syncthreads();
-  T before = sum - value;
 #pragma unroll 1
-  for (int other = 0; other < warp; ++other) before += totals[other];
+  for (int other = 0; other < threadIdx.x / kWarp; ++other) before += totals[other];
   return before;
 }
 
@@ -125,11 +130,42 @@ constexpr int kPoolStep = kPoolThreads / kPoolLanes;       // tokens loaded side
 constexpr int kPoolLoads = kPoolTokens / kPoolStep;        // loads of a thread, all in flight together
 static_assert(kPoolTokens == kBlockQ && kPoolTokens == 2 * kBlockK, "a thread block pools whole mask blocks");
 
+// Means of one tensor, each as two half-precision numbers: mean = (high + low) * unit with 22 significant bits, `unit` a
+// power of two that suits the row's largest channel.
+struct SplitMeans {
+  u16* parts;    // (B * H * n, 2, D): high, low
+  float* units;  // (B * H * n,)
+};
+
 struct MeansParams {
   TensorView q, k;
-  float *q_means, *k_means;  // (B, H, n_q, D), (B, H, n_k, D)
+  SplitMeans q_means, k_means;
   int q_len, k_len, heads;
 };
+
+DEVICE u16 to_half(float value) {
+  u16 bits;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+  return bits;
+}
+
+DEVICE float half_to_float(u16 bits) {
+  float value;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+  return value;
+}
+
+// Stores one channel of a mean whose largest channel is `largest`.
+DEVICE void store_mean(const SplitMeans& means, i64 row, int channel, float mean, float largest) {
+  // 2^exponent brings the largest channel to [2^14, 2^15), so that the low part is exact to 2^-24 of it, or better.
+  const int exponent = min(141 - static_cast<int>(__float_as_uint(largest) >> 23), 126);
+  const float scaled = mean * __uint_as_float(static_cast<u32>(127 + exponent) << 23);
+  const u16 high = to_half(scaled);
+  u16* parts = means.parts + row * (2 * kHeadDim) + channel;
+  parts[0] = high;
+  parts[kHeadDim] = to_half(scaled - half_to_float(high));
+  if (channel == 0) means.units[row] = __uint_as_float(static_cast<u32>(127 - exponent) << 23);
+}
 
 // 16 bytes that are read once, so they pass by L1; zeros, and no access, where `valid` is false.
 DEVICE uint4 load_once(const u16* source, bool valid) {
@@ -159,6 +195,7 @@ DEVICE void add_elements(float (&sum)[8], uint4 data) {
 // side by side in a (B, L, H * D) tensor, so that open memory pages are read to their end.
 extern "C" __global__ void __launch_bounds__(kPoolThreads, 4) block_means(const __grid_constant__ MeansParams p) {
   __shared__ float warp_sums[2][kPoolThreads / kWarp][kHeadDim];
+  __shared__ float peaks[2][kPoolThreads / kWarp];
 
   const int head = blockIdx.x % p.heads, batch = blockIdx.y;
   const int q_chunks = ceil_div(p.q_len, kPoolTokens);
@@ -197,175 +234,190 @@ extern "C" __global__ void __launch_bounds__(kPoolThreads, 4) block_means(const 
   }
   __syncthreads();
 
-  if (threadIdx.x >= kHeadDim) return;
-  float totals[2] = {};
+  const int channel_id = threadIdx.x % kHeadDim;  // with 64 channels, half of the threads repeat the others' work
+  float means[2] = {};
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
 #pragma unroll
-    for (int warp = 0; warp < kPoolThreads / kWarp; ++warp) totals[half] += warp_sums[half][warp][threadIdx.x];
+    for (int warp = 0; warp < kPoolThreads / kWarp; ++warp) means[half] += warp_sums[half][warp][channel_id];
   }
+  if (is_query) {
+    means[0] = (means[0] + means[1]) / tokens;
+  } else {
+    means[0] /= min(tokens, kBlockK);
+    means[1] /= max(tokens - kBlockK, 1);  // 0 where there is no second block
+  }
+  float largest[2] = {};
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const float warp_peak = across_lanes(fabsf(means[half]), Highest());
+    if (lane_id() == 0) peaks[half][threadIdx.x / kWarp] = warp_peak;
+  }
+  __syncthreads();
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+#pragma unroll
+    for (int warp = 0; warp < kPoolThreads / kWarp; ++warp) largest[half] = fmaxf(largest[half], peaks[half][warp]);
+  }
+  if (threadIdx.x >= kHeadDim) return;
   const i64 batch_head = static_cast<i64>(batch) * p.heads + head;
   if (is_query) {
-    p.q_means[(batch_head * q_chunks + chunk) * kHeadDim + threadIdx.x] = (totals[0] + totals[1]) / tokens;
+    store_mean(p.q_means, batch_head * q_chunks + chunk, channel_id, means[0], largest[0]);
   } else {
-    const int blocks = ceil_div(p.k_len, kBlockK);
-    float* means = p.k_means + (batch_head * blocks + 2 * chunk) * kHeadDim + threadIdx.x;
-    means[0] = totals[0] / min(tokens, kBlockK);
-    if (tokens > kBlockK) means[kHeadDim] = totals[1] / (tokens - kBlockK);
+    const i64 row = batch_head * ceil_div(p.k_len, kBlockK) + 2 * chunk;
+    store_mean(p.k_means, row, channel_id, means[0], largest[0]);
+    if (tokens > kBlockK) store_mean(p.k_means, row + 1, channel_id, means[1], largest[1]);
   }
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Scores
 //
-// Matrix instructions with fp32 accuracy: each factor is split into two TF32 numbers of 11 significant bits each, and
-// three of their four products are taken. What is lost is below 2^-21 of each product, far less than the bound on the
-// rounding of an fp32 sum of head_dim products, head_dim * 2^-24.
+// Matrix instructions with fp32 accuracy: each mean is the sum of two half-precision numbers, and three of the four
+// products of a pair are taken. What is lost is below 2^-21 of each product, far less than the bound on the rounding
+// of an fp32 sum of head_dim products, head_dim * 2^-24.
 
 constexpr int kTileQ = 128;
 constexpr int kTileK = 64;
 constexpr int kTileRows = kTileQ + kTileK;  // of means in shared memory: queries, then keys
 constexpr int kScoreThreads = 256;          // 4 x 2 warps of 32 x 32 scores
-constexpr int kSlab = 32;                   // channels that arrive together; a row of a slab is 128 bytes
+constexpr int kSlab = 64;                   // channels that arrive together; 128 bytes of a row's high or low part
 constexpr int kSlabs = kHeadDim / kSlab;
-constexpr int kSlabVectors = kSlab / 4;     // 16-byte vectors
+constexpr int kSlabVectors = kSlab / 8;     // 16-byte vectors
+constexpr int kPlaneBytes = kTileRows * kSlab * 2;  // the high or the low parts of a slab
 
 struct ScoresParams {
-  const float *q_means, *k_means;
+  SplitMeans q_means, k_means;
   float* scores;  // (B * H, n_q, pitch)
   int n_q, n_k, pitch;
   float scale;
 };
 
-// Where vector `v` of a slab's row lies. Odd rows swap their halves, so that 8 lanes reading 4 vectors of 2 rows touch
-// all banks once.
-DEVICE int slab_vector(int row, int v) { return row * kSlabVectors + (v ^ (row & 1) * (kSlabVectors / 2)); }
-
-DEVICE void copy_async(uint4* target, const float* source) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(target)), "l"(source) : "memory");
+DEVICE void copy_async(u32 target, const u16* source) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target), "l"(source) : "memory");
 }
 
 template <int kPending>
 DEVICE void wait_async() { asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory"); }
 
-// x = high + low, exactly: `high` is x rounded to the 11 bits of a TF32 number, and the instruction reads all of `low`
-// but its last bit at most. (Multiplying by 2^13 + 1 rounds away the last 13 bits; the rest is exact.)
-struct Split {
-  u32 high, low;
-};
-
-DEVICE Split split_tf32(float x) {
-  const float scaled = __fmul_rn(x, 8193.f);
-  return {__float_as_uint(__fmaf_rn(x, -8192.f, scaled)), __float_as_uint(__fmaf_rn(x, 8193.f, -scaled))};
+// Four 8 x 8 matrices of halves; lane i names row i % 8 of matrix i / 8.
+DEVICE void load_matrices(u32 (&matrices)[4], u32 address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(matrices[0]), "=r"(matrices[1]), "=r"(matrices[2]), "=r"(matrices[3])
+               : "r"(address)
+               : "memory");
 }
 
-// c (16 x 8) += a (16 x 8) * b (8 x 8)
-DEVICE void multiply_tf32(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+// c (16 x 8) += a (16 x 16) * b (16 x 8)
+DEVICE void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
       "{%0, %1, %2, %3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 // Grid (tiles of keys, tiles of queries, B * H).
 extern "C" __global__ void __launch_bounds__(kScoreThreads, 2) pooled_scores(const __grid_constant__ ScoresParams p) {
   const int first_q = blockIdx.y * kTileQ, first_k = blockIdx.x * kTileK;
-  const float* q_means = p.q_means + static_cast<i64>(blockIdx.z) * p.n_q * kHeadDim;
-  const float* k_means = p.k_means + static_cast<i64>(blockIdx.z) * p.n_k * kHeadDim;
+  const i64 q_rows = static_cast<i64>(blockIdx.z) * p.n_q, k_rows = static_cast<i64>(blockIdx.z) * p.n_k;
+  const u32 shared = shared_address(dynamic_shared);
 
-  // All of the tile's means, one commit group a slab. Rows past the end repeat the last one; their scores are not
-  // stored.
+  // All of the tile's means, one commit group a slab: (slab, high or low, row, vector), where row r keeps its vector v
+  // at v ^ r % 8, so that 8 rows of one matrix lie in different banks. Rows past the end repeat the last one; their
+  // scores are not stored.
   constexpr int kStep = kScoreThreads / kSlabVectors;  // rows copied side by side
   constexpr int kCopies = kTileRows / kStep;
   static_assert(kTileQ % kStep == 0 && kTileK % kStep == 0, "each copy is of queries or of keys");
-  const int copy_row = threadIdx.x / kSlabVectors, copy_vector = threadIdx.x % kSlabVectors;
-  const float* sources[kCopies];
+  {
+    const int row = threadIdx.x / kSlabVectors, vector = threadIdx.x % kSlabVectors;
+    const u32 target = shared + row * (kSlab * 2) + (vector ^ row % 8) * 16;
+    const u16* sources[kCopies];
 #pragma unroll
-  for (int i = 0; i < kCopies; ++i) {
-    const int row = i * kStep + copy_row;
-    const float* source = row < kTileQ ? q_means + static_cast<i64>(min(first_q + row, p.n_q - 1)) * kHeadDim
-                                       : k_means + static_cast<i64>(min(first_k + row - kTileQ, p.n_k - 1)) * kHeadDim;
-    sources[i] = source + copy_vector * 4;
-  }
+    for (int i = 0; i < kCopies; ++i) {
+      const bool is_query = i * kStep < kTileQ;
+      const int index = i * kStep + row + (is_query ? first_q : first_k - kTileQ);
+      const i64 source = is_query ? q_rows + min(index, p.n_q - 1) : k_rows + min(index, p.n_k - 1);
+      sources[i] = (is_query ? p.q_means.parts : p.k_means.parts) + source * (2 * kHeadDim) + vector * 8;
+    }
 #pragma unroll
-  for (int slab = 0; slab < kSlabs; ++slab) {
+    for (int slab = 0; slab < kSlabs; ++slab) {
 #pragma unroll
-    for (int i = 0; i < kCopies; ++i)
-      copy_async(dynamic_shared + slab * kTileRows * kSlabVectors + slab_vector(i * kStep + copy_row, copy_vector),
-                 sources[i] + slab * kSlab);
-    asm volatile("cp.async.commit_group;" ::: "memory");
+      for (int part = 0; part < 2; ++part) {
+#pragma unroll
+        for (int i = 0; i < kCopies; ++i)
+          copy_async(target + (slab * 2 + part) * kPlaneBytes + i * kStep * (kSlab * 2),
+                     sources[i] + part * kHeadDim + slab * kSlab);
+      }
+      asm volatile("cp.async.commit_group;" ::: "memory");
+    }
   }
 
-  const int warp = threadIdx.x / kWarp;
-  const int group = lane_id() / 4, member = lane_id() % 4;  // row and column of a matrix instruction's fragments
+  const int warp = threadIdx.x / kWarp, lane = lane_id();
   const int warp_q = warp % 4 * 32, warp_k = warp / 4 * 32;
+  // Matrices of an a fragment: (rows 0 to 7, k 0 to 7), (8 to 15, 0 to 7), (0 to 7, 8 to 15), (8 to 15, 8 to 15); of two
+  // b fragments: the same with the middle ones swapped.
+  const int matrix = lane / 8, matrix_row = lane % 8;
+  const u32 a_address = shared + (warp_q + matrix % 2 * 8 + matrix_row) * (kSlab * 2) + (matrix / 2 ^ matrix_row) * 16;
+  const u32 b_address =
+      shared + (kTileQ + warp_k + matrix / 2 * 8 + matrix_row) * (kSlab * 2) + (matrix % 2 ^ matrix_row) * 16;
 
   float c[2][4][4] = {};
 #pragma unroll
   for (int slab = 0; slab < kSlabs; ++slab) {
-    // Slab `slab` is complete once at most the later ones are on their way.
-    if (slab == 0) wait_async<kSlabs - 1>();
-    else if (slab == 1) wait_async<kSlabs - 2>();
-    else if (slab == 2) wait_async<1>();
+    if (slab < kSlabs - 1) wait_async<kSlabs - 1>();
     else wait_async<0>();
     __syncthreads();
-    const float4* rows = reinterpret_cast<const float4*>(dynamic_shared) + slab * kTileRows * kSlabVectors;
 #pragma unroll
-    for (int part = 0; part < 2; ++part) {
-      // A lane's vector holds 4 of 16 channels. Which channel stands for which k of the instruction does not matter
-      // as long as both factors agree: x and y serve the first instruction, z and w the second.
-      const int v = part * 4 + member;
-      Split a[2][8], b[4][4];
+    for (int step = 0; step < kSlab / 16; ++step) {
+      u32 a[2][2][4], b[2][2][4];  // part, pair of fragments
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const float4 upper = rows[slab_vector(warp_q + i * 16 + group, v)];
-        const float4 lower = rows[slab_vector(warp_q + i * 16 + 8 + group, v)];
-        a[i][0] = split_tf32(upper.x), a[i][1] = split_tf32(lower.x);
-        a[i][2] = split_tf32(upper.y), a[i][3] = split_tf32(lower.y);
-        a[i][4] = split_tf32(upper.z), a[i][5] = split_tf32(lower.z);
-        a[i][6] = split_tf32(upper.w), a[i][7] = split_tf32(lower.w);
+      for (int part = 0; part < 2; ++part) {
+        const u32 plane = (slab * 2 + part) * kPlaneBytes;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          load_matrices(a[part][i], (a_address ^ step * 32) + plane + i * 16 * (kSlab * 2));
+          load_matrices(b[part][i], (b_address ^ step * 32) + plane + i * 16 * (kSlab * 2));
+        }
       }
+      // The small products first; neighbouring instructions add to different sums, so none waits for another.
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const float4 key = rows[slab_vector(kTileQ + warp_k + j * 8 + group, v)];
-        b[j][0] = split_tf32(key.x), b[j][1] = split_tf32(key.y);
-        b[j][2] = split_tf32(key.z), b[j][3] = split_tf32(key.w);
-      }
+      for (int product = 0; product < 3; ++product) {
+        const int q_part = product == 0, k_part = product == 1;
 #pragma unroll
-      for (int step = 0; step < 2; ++step) {
-        // The small products first; neighbouring instructions add to different sums, so none waits for another.
+        for (int i = 0; i < 2; ++i) {
 #pragma unroll
-        for (int product = 0; product < 3; ++product) {
-#pragma unroll
-          for (int i = 0; i < 2; ++i) {
-#pragma unroll
-            for (int j = 0; j < 4; ++j) {
-              const Split* x = a[i] + step * 4;
-              const Split* y = b[j] + step * 2;
-              if (product == 0)
-                multiply_tf32(c[i][j], x[0].low, x[1].low, x[2].low, x[3].low, y[0].high, y[1].high);
-              else if (product == 1)
-                multiply_tf32(c[i][j], x[0].high, x[1].high, x[2].high, x[3].high, y[0].low, y[1].low);
-              else
-                multiply_tf32(c[i][j], x[0].high, x[1].high, x[2].high, x[3].high, y[0].high, y[1].high);
-            }
-          }
+          for (int j = 0; j < 4; ++j)
+            multiply(c[i][j], a[q_part][i], b[k_part][j / 2][j % 2 * 2], b[k_part][j / 2][j % 2 * 2 + 1]);
         }
       }
     }
   }
 
+  const int group = lane / 4, member = lane % 4;  // row and pair of columns of a result
+  float k_units[4][2];
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      k_units[j][i] = p.k_means.units[k_rows + min(first_k + warp_k + j * 8 + member * 2 + i, p.n_k - 1)];
+  }
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const int row = first_q + warp_q + i * 8 + group;
     if (row >= p.n_q) continue;
-    float* target = p.scores + (static_cast<i64>(blockIdx.z) * p.n_q + row) * p.pitch;
+    const float q_unit = p.q_means.units[q_rows + row];
+    float* target = p.scores + (q_rows + row) * p.pitch;
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const int column = first_k + warp_k + j * 8 + member * 2;
-      const float* values = c[i / 2][j] + i % 2 * 2;
-      if (column < p.n_k)  // the pitch is even, so the second one has room
-        *reinterpret_cast<float2*>(target + column) = make_float2(values[0] * p.scale, values[1] * p.scale);
+      if (column >= p.pitch) continue;
+      float pair[2];
+#pragma unroll
+      for (int side = 0; side < 2; ++side) {
+        const float score = c[i / 2][j][i % 2 * 2 + side] * q_unit * k_units[j][side] * p.scale;
+        pair[side] = column + side < p.n_k ? finite_score(score) : kNoScore;
+      }
+      *reinterpret_cast<float2*>(target + column) = make_float2(pair[0], pair[1]);
     }
   }
 }
@@ -373,10 +425,10 @@ extern "C" __global__ void __launch_bounds__(kScoreThreads, 2) pooled_scores(con
 // ---------------------------------------------------------------------------------------------------------------------
 // Top-k united with Top-p
 
-constexpr int kSelectValues = 40;  // scores that a thread holds in registers: one warp serves 1280 key blocks
-constexpr int kSelectGroup = 8;
 constexpr int kMaxSelectThreads = 256;  // up to 8192 key blocks
-constexpr u32 kAllMass = 0xffffffffu;
+constexpr int kSelectBins = 256;        // of descending score
+constexpr int kLaneBins = kSelectBins / kWarp;
+constexpr int kSampled = 8;    // registers that the range of the bins is taken from
 constexpr int kHalvings = 10;  // rounds that halve the range of scores, before those that halve the range of keys
 
 struct SelectParams {
@@ -385,7 +437,7 @@ struct SelectParams {
   int* counts;          // (rows,)
   int n_k, pitch, words;
   u32 floor;       // ranks below it are kept, at least 1
-  u32 mass_limit;  // ranks with less mass before them are kept; kAllMass: every rank
+  u32 mass_limit;  // ranks with less mass before them are kept
 };
 
 template <int kCount, class Visit>
@@ -394,170 +446,272 @@ DEVICE void unrolled(Visit visit) {
   for (int i = 0; i < kCount; ++i) visit(i);
 }
 
-// Register i of a thread holds entry i * blockDim.x + threadIdx.x: how many of them are entries up to `index`.
-DEVICE int registers_up_to(int index) {
-  const int threads = blockDim.x;
-  return (index + threads - static_cast<int>(threadIdx.x)) / threads;
+// An integer from 0 up as the float 2^23 + integer, whose bits count up too.
+constexpr float kIntegers = 8388608.f;
+constexpr u32 kIntegerBits = 0x4b000000u;
+
+// Bins of descending score; the last one also takes all that is lower.
+struct ScoreBins {
+  float highest, per_score, last;
+
+  DEVICE ScoreBins(float highest, float lowest)
+      : highest(highest), per_score((kSelectBins - 1) / (highest - lowest)), last(kIntegers + (kSelectBins - 1)) {}
+  // kIntegers + bin. It never falls while the score falls, whatever the rounding; not-a-number is the last bin.
+  DEVICE float of(float score) const {
+    float below;  // volatile, or the compiler keeps what it knows of 40 scores in registers, and spills
+    asm volatile("sub.f32 %0, %1, %2;" : "=f"(below) : "f"(highest), "f"(score));
+    return fminf(__fmaf_rn(below, per_score, kIntegers), last);
+  }
+};
+
+DEVICE void count_in_shared(u32* counter, u32 amount) {
+  asm volatile("red.shared.add.u32 [%0], %1;" ::"r"(shared_address(counter)), "r"(amount) : "memory");
 }
 
-// Entries and their mass, summed over a row. Neither sum reaches 2^32.
-DEVICE u64 row_total(u32 count, u32 mass) {
-  const u64 warp_total = static_cast<u64>(__reduce_add_sync(kAllLanes, count)) << 32 | __reduce_add_sync(kAllLanes, mass);
-  return across_warps(warp_total, Sum());
+DEVICE u32 take_place(u32* counter) {
+  u32 place;
+  asm volatile("atom.shared.add.u32 %0, [%1], 1;" : "=r"(place) : "r"(shared_address(counter)) : "memory");
+  return place;
 }
 
-// Adds to both sums if a score is above the pivot: three instructions.
-DEVICE void add_if_above(float score, float pivot, u32 entry_mass, u32& count, u32& mass) {
-  asm("{\n"
-      ".reg .pred above;\n"
-      "setp.gt.f32 above, %2, %3;\n"
-      "@above add.u32 %0, %0, 1;\n"
-      "@above add.u32 %1, %1, %4;\n"
-      "}\n"
-      : "+r"(count), "+r"(mass)
-      : "f"(score), "f"(pivot), "r"(entry_mass));
-}
+// What is known of a row: `above` entries of mass `mass_above` are kept; the last kept one is among the next `open`.
+struct Search {
+  u32 above, mass_above, open;
+};
 
-// One thread block a row, the last row first: the latest scores are still in the cache. No sort: a search for the last
-// entry of the prefix that is kept narrows a range of scores until few entries are left in it, and orders those.
-template <int kValues>
-DEVICE void select_blocks(const SelectParams& p) {
-  __shared__ float candidate_scores[kWarp];
-  __shared__ u32 candidate_masses[kWarp], candidate_indices[kWarp];
+// The last kept entry, and how many are kept.
+struct Cut {
+  float score;
+  u32 index, kept;
+};
 
-  const int row = gridDim.x - 1 - blockIdx.x;
-  const int threads = blockDim.x, n_k = p.n_k;
-  const int size = registers_up_to(n_k - 1);  // registers of this thread that hold scores
+// Entries that are still open, few enough for one lane each, in any order.
+struct Candidates {
+  float scores[kWarp];
+  u32 indices[kWarp];
+  u32 count;
 
-  float scores[kValues];
-  u32 masses[kValues];
-  const float* source = p.scores + static_cast<i64>(row) * p.pitch + threadIdx.x;
-  unrolled<kValues>([&](int i) {
-    scores[i] = i < size ? *source : 0.f;
-    source += threads;
-  });
-  float highest = kNoScore, lowest = kScoreLimit;
-  unrolled<kValues>([&](int i) {
-    scores[i] = i < size ? finite_score(scores[i]) : kNoScore;
-    highest = fmaxf(highest, scores[i]);
-    lowest = fminf(lowest, i < size ? scores[i] : kScoreLimit);
-  });
-  highest = across_block(highest, Highest());
-  lowest = across_block(lowest, Lowest());
-
-  RowSoftmax softmax = {highest, 0.f};
-  float exponentials = 0.f;
-  unrolled<kValues>([&](int i) {
-    const float exponential = softmax.exponential(scores[i]);
-    masses[i] = __float_as_uint(exponential);
-    exponentials += exponential;
-  });
-  softmax.units = kMassUnits / across_block(exponentials, Sum());
-  unrolled<kValues>([&](int i) { masses[i] = softmax.to_units(__uint_as_float(masses[i])); });
-
-  // Entries above `high` are kept: there are `above`, of mass `mass_above`. Entries up to `low` are dropped; `reach`
-  // entries are above it. Between them lies the last kept entry.
-  u32 low = ordered_key(lowest) - 1, high = ordered_key(highest);
-  u32 above = 0, mass_above = 0, reach = n_k;
-  const bool keeps_all = p.floor >= static_cast<u32>(n_k) || p.mass_limit == kAllMass;
-#pragma unroll 1
-  for (int round = 0; !keeps_all && reach - above > kWarp && high - low > 1; ++round) {
-    u32 pivot = round < kHalvings ? ordered_key(0.5f * (key_score(low) + key_score(high))) : low + (high - low) / 2;
-    pivot = min(max(pivot, low + 1), high - 1);
-    const float pivot_score = key_score(pivot);
-    u32 count = 0, mass = 0;
-    unrolled<kValues>([&](int i) { add_if_above(scores[i], pivot_score, masses[i], count, mass); });
-    const u64 total = row_total(count, mass);
-    count = static_cast<u32>(total >> 32), mass = static_cast<u32>(total);
-    if (count < p.floor || mass < p.mass_limit) {  // then the first entry that is not above the pivot is kept
-      high = pivot, above = count, mass_above = mass;
-    } else {
-      low = pivot, reach = count;
-    }
+  DEVICE void add(float score, u32 index) {
+    const u32 place = take_place(&count);
+    scores[place] = score, indices[place] = index;
   }
 
-  // The last kept entry: its score, its index and how many are kept with it.
-  float cut_score;
-  u32 cut_index, kept;
-  const float low_score = key_score(low), high_score = key_score(high);
-  const u32 undecided = reach - above;
-  if (keeps_all) {
-    cut_score = lowest, cut_index = n_k - 1, kept = n_k;
-  } else if (undecided <= kWarp) {
-    u32 own_candidates = 0;
-    unrolled<kValues>([&](int i) { own_candidates += (scores[i] > low_score) & (scores[i] <= high_score); });
-    u32 place = sum_before(own_candidates);
+  DEVICE Cut cut(const Search& search, const RowSoftmax& softmax, const SelectParams& p) const {
+    const u32 lane = lane_id(), own = min(lane, search.open - 1);
+    const float score = scores[own];
+    const u32 index = indices[own], own_mass = softmax.mass(score);
+    u32 rank = search.above, mass = search.mass_above;
+#pragma unroll 1
+    for (u32 other = 0; other < search.open; ++other) {
+      const u32 other_mass = __shfl_sync(kAllLanes, own_mass, other);
+      if (scores[other] > score || (scores[other] == score && indices[other] < index)) ++rank, mass += other_mass;
+    }
+    const bool keep = lane < search.open && (rank < p.floor || mass < p.mass_limit);
+    const u32 kept = search.above + __popc(__ballot_sync(kAllLanes, keep));
+    const int last = __ffs(__ballot_sync(kAllLanes, keep && rank + 1 == kept)) - 1;
+    return {__shfl_sync(kAllLanes, score, last), __shfl_sync(kAllLanes, index, last), kept};
+  }
+};
+
+// The threads of a row: one warp, whose number the compiler then knows, or all of a thread block.
+template <bool kOneWarp>
+struct RowThreads {
+  DEVICE static int count() { return kOneWarp ? kWarp : blockDim.x; }
+  template <class T, class Combine>
+  DEVICE static T across(T value, Combine combine) {
+    value = across_lanes(value, combine);
+    return kOneWarp ? value : across_warps(value, combine);
+  }
+};
+
+// A row in memory, for the rare searches that go over it again and again.
+template <bool kOneWarp>
+struct StoredRow {
+  const float* scores;
+  RowSoftmax softmax;
+
+  template <class Visit>
+  DEVICE void each(const SelectParams& p, Visit visit) const {
+#pragma unroll 1
+    for (int i = threadIdx.x; i < p.n_k; i += RowThreads<kOneWarp>::count()) visit(scores[i], static_cast<u32>(i));
+  }
+
+  // Finds the cut among scores from `lowest` to `highest` that are too many for `Candidates`, as outliers or repeated
+  // blocks make them: halves the range until few entries, or entries of one score only, are left.
+  DEVICE Cut search_range(Search search, float lowest, float highest, Candidates& candidates, const SelectParams& p) const {
+    using Threads = RowThreads<kOneWarp>;
+    u32 low = ordered_key(lowest) - 1, high = ordered_key(highest);  // all above `high` are kept, none up to `low` is
+#pragma unroll 1
+    for (int round = 0; search.open > kWarp && high - low > 1; ++round) {
+      u32 pivot = round < kHalvings ? ordered_key(0.5f * (key_score(low) + key_score(high))) : low + (high - low) / 2;
+      pivot = min(max(pivot, low + 1), high - 1);
+      const float pivot_score = key_score(pivot);
+      u32 count = 0, mass = 0;
+      each(p, [&](float score, u32) {
+        if (score > pivot_score) ++count, mass += softmax.mass(score);
+      });
+      count = Threads::across(count, Sum()), mass = Threads::across(mass, Sum());
+      if (count < p.floor || mass < p.mass_limit) {  // then the first entry that is not above the pivot is kept
+        high = pivot;
+        search.open -= count - search.above, search.above = count, search.mass_above = mass;
+      } else {
+        low = pivot, search.open = count - search.above;
+      }
+    }
+    const float low_score = key_score(low), high_score = key_score(high);
+    if (search.open <= kWarp) {
+      each(p, [&](float score, u32 index) {
+        if (score > low_score && score <= high_score) candidates.add(score, index);
+      });
+      __syncthreads();
+      return candidates.cut(search, softmax, p);
+    }
+    // All are of one score, so each has the same mass, and those of the lowest indices are kept.
+    const u32 tie_mass = softmax.mass(high_score);
+    const u32 by_count = p.floor > search.above ? p.floor - search.above : 0;
+    const u32 mass_wanted = p.mass_limit > search.mass_above ? p.mass_limit - search.mass_above : 0;
+    const u32 by_mass = tie_mass > 0 ? mass_wanted / tie_mass + (mass_wanted % tie_mass > 0)
+                                     : mass_wanted > 0 ? search.open : 0;
+    const u32 ties = min(search.open, max(by_count, by_mass));
+    u32 first = 0, end = p.n_k - 1;  // the lowest index up to which there are enough ties
+#pragma unroll 1
+    while (first < end) {
+      const u32 middle = (first + end) / 2;
+      u32 count = 0;
+      each(p, [&](float score, u32 index) { count += score == high_score && index <= middle; });
+      if (Threads::across(count, Sum()) >= ties) end = middle;
+      else first = middle + 1;
+    }
+    return {high_score, end, search.above + ties};
+  }
+};
+
+// One thread block a row, the last row first: the latest scores are still in the cache. No sort: the entries are
+// counted in bins of descending score, which tells in which bin the kept prefix ends; only that bin is put in order.
+// Entry i * threads + thread is in register i.
+template <int kValues, bool kOneWarp>
+DEVICE void select_blocks(const SelectParams& p) {
+  using Threads = RowThreads<kOneWarp>;
+  __shared__ uint4 count_vectors[kSelectBins / 4], mass_vectors[kSelectBins / 4];
+  __shared__ Candidates candidates;
+  __shared__ u32 words[kValues * (kOneWarp ? kWarp : kMaxSelectThreads) / kWarp];
+  u32* bin_counts = reinterpret_cast<u32*>(count_vectors);
+  u32* bin_masses = reinterpret_cast<u32*>(mass_vectors);
+
+  const int row = gridDim.x - 1 - blockIdx.x, thread = threadIdx.x, lane = lane_id();
+  const int threads = Threads::count(), warps = threads / kWarp, warp = kOneWarp ? 0 : thread / kWarp;
+  const int chunks = ceil_div(p.words - warp, warps);  // registers of this warp that hold scores or padding
+  const float* row_scores = p.scores + static_cast<i64>(row) * p.pitch;
+  for (int i = thread; i < kSelectBins / 4; i += threads)
+    count_vectors[i] = mass_vectors[i] = make_uint4(0, 0, 0, 0);
+  if (thread == 0) candidates.count = 0;
+
+  float scores[kValues];
+  const float* source = row_scores + thread;
+  unrolled<kValues>([&](int i) { scores[i] = i < chunks ? source[i * threads] : kNoScore; });
+  float highest = kNoScore;
+  unrolled<kValues>([&](int i) { highest = fmaxf(highest, scores[i]); });
+  float lowest = thread < p.n_k ? scores[0] : kScoreLimit;  // of a sample that holds no padding
+  unrolled<kSampled>([&](int i) { lowest = i + 1 < chunks ? fminf(lowest, scores[i]) : lowest; });
+  highest = Threads::across(highest, Highest());
+  lowest = Threads::across(lowest, Lowest());
+
+  RowSoftmax softmax = {highest, 0.f};
+  float exponentials[kValues], sum = 0.f;
+  unrolled<kValues>([&](int i) {
+    exponentials[i] = softmax.exponential(scores[i]);
+    sum += exponentials[i];
+  });
+  softmax.units = kMassUnits / Threads::across(sum, Sum());
+  const ScoreBins bins(highest, lowest);
+  __syncthreads();  // the bins are empty
+  unrolled<kValues>([&](int i) {
+    const u32 bin = __float_as_uint(bins.of(scores[i])) - kIntegerBits;
+    count_in_shared(bin_counts + bin, 1);
+    count_in_shared(bin_masses + bin, softmax.to_units(exponentials[i]));
+  });
+  __syncthreads();
+
+  // Every warp finds the last bin that holds entries and whose first entry is kept. Each lane looks at neighbouring
+  // bins.
+  u32 lane_counts[kLaneBins], lane_masses[kLaneBins];
+  unrolled<kLaneBins / 4>([&](int i) {
+    const uint4 counts = count_vectors[lane * (kLaneBins / 4) + i], sums = mass_vectors[lane * (kLaneBins / 4) + i];
+    lane_counts[i * 4] = counts.x, lane_counts[i * 4 + 1] = counts.y;
+    lane_counts[i * 4 + 2] = counts.z, lane_counts[i * 4 + 3] = counts.w;
+    lane_masses[i * 4] = sums.x, lane_masses[i * 4 + 1] = sums.y;
+    lane_masses[i * 4 + 2] = sums.z, lane_masses[i * 4 + 3] = sums.w;
+  });
+  u32 count = 0, mass = 0;
+  unrolled<kLaneBins>([&](int i) { count += lane_counts[i], mass += lane_masses[i]; });
+  count = sum_of_lanes_before(count), mass = sum_of_lanes_before(mass);
+  Search search = {0, 0, 0};
+  int end_bin = 0;
+  unrolled<kLaneBins>([&](int i) {
+    const bool is_last = lane == kWarp - 1 && i == kLaneBins - 1;
+    const u32 entries = is_last ? p.n_k - count : lane_counts[i];  // the last bin also counted the padding
+    if (entries > 0 && (count < p.floor || mass < p.mass_limit))
+      search = {count, mass, entries}, end_bin = lane * kLaneBins + i;
+    count += lane_counts[i], mass += lane_masses[i];
+  });
+  const int end_lane = kWarp - 1 - __clz(__ballot_sync(kAllLanes, search.open > 0));
+  search.above = __shfl_sync(kAllLanes, search.above, end_lane);
+  search.mass_above = __shfl_sync(kAllLanes, search.mass_above, end_lane);
+  search.open = __shfl_sync(kAllLanes, search.open, end_lane);
+  const float end = kIntegers + __shfl_sync(kAllLanes, end_bin, end_lane);
+
+  Cut cut;
+  if (search.open <= kWarp) {
     unrolled<kValues>([&](int i) {
-      if ((scores[i] > low_score) & (scores[i] <= high_score)) {
-        candidate_scores[place] = scores[i];
-        candidate_masses[place] = masses[i];
-        candidate_indices[place] = i * threads + threadIdx.x;
-        ++place;
+      if (bins.of(scores[i]) == end) {
+        if (scores[i] != kNoScore) candidates.add(scores[i], i * threads + thread);
       }
     });
     __syncthreads();
-    const u32 lane = lane_id();
-    const float own_score = candidate_scores[min(lane, undecided - 1)];
-    const u32 own_index = candidate_indices[min(lane, undecided - 1)];
-    u32 rank = 0, mass_before = 0;
-#pragma unroll 1
-    for (u32 other = 0; other < undecided; ++other) {
-      const float score = candidate_scores[other];
-      if (score > own_score || (score == own_score && candidate_indices[other] < own_index))
-        ++rank, mass_before += candidate_masses[other];
-    }
-    const bool keep = lane < undecided && (above + rank < p.floor || mass_above + mass_before < p.mass_limit);
-    const u32 keeps = __popc(__ballot_sync(kAllLanes, keep));
-    const int last = __ffs(__ballot_sync(kAllLanes, keep && rank + 1 == keeps)) - 1;
-    cut_score = __shfl_sync(kAllLanes, own_score, last);
-    cut_index = __shfl_sync(kAllLanes, own_index, last);
-    kept = above + keeps;
-  } else {  // they all tie at `high`, so each has the same mass and the lowest indices are kept
-    u32 tie_mass = 0;
-    unrolled<kValues>([&](int i) { tie_mass = max(tie_mass, scores[i] == high_score ? masses[i] : 0); });
-    tie_mass = across_block(tie_mass, Highest());
-    const u32 by_count = p.floor > above ? p.floor - above : 0;
-    const u32 mass_wanted = p.mass_limit > mass_above ? p.mass_limit - mass_above : 0;
-    const u32 by_mass = tie_mass == 0 ? (mass_wanted ? undecided : 0) : (mass_wanted + tie_mass - 1) / tie_mass;
-    const u32 ties = min(undecided, max(by_count, by_mass));
-    u32 first = 0, end = n_k - 1;  // the lowest index up to which there are enough ties
-    while (first < end) {
-      const u32 middle = (first + end) / 2;
-      const int up_to = registers_up_to(middle);
-      u32 count = 0;
-      unrolled<kValues>([&](int i) { count += (scores[i] == high_score) & (i < up_to); });
-      if (static_cast<u32>(row_total(count, 0) >> 32) >= ties) end = middle;
-      else first = middle + 1;
-    }
-    cut_score = high_score, cut_index = end, kept = above + ties;
+    cut = candidates.cut(search, softmax, p);
+  } else {
+    const StoredRow<kOneWarp> stored = {row_scores, softmax};
+    float low = kScoreLimit, high = -kScoreLimit;
+    stored.each(p, [&](float score, u32) {
+      if (bins.of(score) == end) low = fminf(low, score), high = fmaxf(high, score);
+    });
+    cut = stored.search_range(search, Threads::across(low, Lowest()), Threads::across(high, Highest()), candidates, p);
   }
 
-  // Register i of a warp is one word of bits; lane i keeps it (the first lanes also keep words 32 to 39).
-  u32 words[2] = {};
-  const int up_to = registers_up_to(cut_index);
+  // Each register of a warp is one word of bits.
+  u32 kept = 0;
   unrolled<kValues>([&](int i) {
-    const bool keep = (scores[i] > cut_score) | ((scores[i] == cut_score) & (i < up_to));
-    const u32 word = __ballot_sync(kAllLanes, keep);
-    words[i / kWarp] = lane_id() == i % kWarp ? word : words[i / kWarp];
+    const u32 word = __ballot_sync(kAllLanes, scores[i] >= cut.score);
+    if (lane == 0) words[i * warps + warp] = word;
+    kept += __popc(word);
   });
-  u32* bits = p.bits + static_cast<i64>(row) * p.words;
-  const int warps = threads / kWarp;
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int word = (lane_id() + i * kWarp) * warps + threadIdx.x / kWarp;
-    if (word < p.words) bits[word] = words[i];
+  if (!kOneWarp) kept = across_warps(kept, Sum());
+  if (kept != cut.kept) {  // entries of the cut's score and a higher index are dropped
+#pragma unroll 1
+    for (int i = 0; i < chunks; ++i) {
+      const float score = source[i * threads];
+      const u32 index = i * threads + thread;
+      const u32 word = __ballot_sync(kAllLanes, score > cut.score || (score == cut.score && index <= cut.index));
+      if (lane == 0) words[i * warps + warp] = word;
+    }
   }
-  if (threadIdx.x == 0) p.counts[row] = kept;
+  __syncthreads();
+  u32* bits = p.bits + static_cast<i64>(row) * p.words;
+  for (int i = thread; i < p.words; i += threads) bits[i] = words[i];
+  if (thread == 0) p.counts[row] = cut.kept;
+}
+
+extern "C" __global__ void __launch_bounds__(kWarp, 16) select_blocks_512(const __grid_constant__ SelectParams p) {
+  select_blocks<16, true>(p);
+}
+
+extern "C" __global__ void __launch_bounds__(kWarp, 16) select_blocks_1280(const __grid_constant__ SelectParams p) {
+  select_blocks<40, true>(p);
 }
 
 extern "C" __global__ void __launch_bounds__(kMaxSelectThreads, 2)
-    select_blocks_512(const __grid_constant__ SelectParams p) {
-  select_blocks<16>(p);
-}
-
-extern "C" __global__ void __launch_bounds__(kMaxSelectThreads, 2)
-    select_blocks_1280(const __grid_constant__ SelectParams p) {
-  select_blocks<40>(p);
+    select_blocks_8192(const __grid_constant__ SelectParams p) {
+  select_blocks<32, false>(p);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -567,9 +721,12 @@ extern "C" __global__ void __launch_bounds__(kMaxSelectThreads, 2)
 // So the cut is an order statistic of those masses: a radix search finds it, 11, 11 and 10 bits at a time.
 
 constexpr int kRankBins = 1024;
-constexpr int kRankValues = 16;  // entries of a thread
+constexpr int kBinVectors = kRankBins / 4;
+constexpr int kBinSpace = kBinVectors + kBinVectors / 4 + 1;  // vectors: a gap after every fourth, and one past the end
+constexpr int kRankValues = 20;       // entries of a thread
+constexpr int kRankSampled = 4;       // registers that the range of the bins is taken from
 constexpr int kMaxRankThreads = 512;  // up to 8192 key blocks
-constexpr float kRankSpread = 3.f;  // bins cover the mean and so many standard deviations on either side
+constexpr float kRankSpread = 3.f;    // bins cover the mean and so many standard deviations on either side
 constexpr u32 kFloorCell = 0;     // kept by Top-k; the mass before every other entry is at least 1
 constexpr u32 kNoCell = 0xffffffffu;  // padding of a row
 
@@ -577,7 +734,7 @@ constexpr int kDigitRounds = 3;
 constexpr int kDigits = 2048;  // counters of a round
 
 // Of one sample; zeroed by rank_blocks.
-struct Search {
+struct TargetSearch {
   u64 counts[kDigitRounds][kDigits];
   struct Cut {
     u64 wanted;  // entries to keep among those that start with `prefix`
@@ -587,144 +744,144 @@ struct Search {
 
 struct RankParams {
   u32* cells;        // (rows, pitch) scores, replaced
-  Search* searches;  // (B,)
+  TargetSearch* searches;  // (B,)
   int n_k, pitch, samples;
   u32 floor;
 };
 
+// Where bin `bin` lies; the gaps let the threads of a warp read neighbouring sixteens of bins from different banks.
+DEVICE u32 bin_place(u32 bin) { return bin + bin / 16 * 4; }
+
 // One thread block a row. Entries are dropped into bins of descending score; the exact order is then only a matter
-// within each bin, where every entry looks at the few others.
-extern "C" __global__ void __launch_bounds__(kMaxRankThreads) rank_blocks(const __grid_constant__ RankParams p) {
+// within each bin, where every entry looks at the few others. Entry i * threads + thread is in register i.
+extern "C" __global__ void __launch_bounds__(kMaxRankThreads, 2) rank_blocks(const __grid_constant__ RankParams p) {
+  struct Summary {
+    float highest, lowest, entries, sum, squares;
+  };
   const int threads = blockDim.x, thread = threadIdx.x, n_k = p.n_k;
-  u32* starts = reinterpret_cast<u32*>(dynamic_shared);            // kRankBins + 1: where each bin starts
-  float* binned = reinterpret_cast<float*>(starts + kRankBins + 4);  // n_k scores, bin by bin
-  u32* mass_before = reinterpret_cast<u32*>(binned + n_k);         // n_k + 1: mass of the positions before
-  u16* indices = reinterpret_cast<u16*>(mass_before + n_k + 1);    // n_k: key blocks of the positions
+  uint4* count_vectors = dynamic_shared;             // entries of a bin, then of all bins before it
+  uint4* mass_vectors = count_vectors + kBinSpace;   // and their mass
+  float2* binned = reinterpret_cast<float2*>(mass_vectors + kBinSpace);  // n_k: score and mass (as bits), bin by bin
+  u32* origins = reinterpret_cast<u32*>(binned + n_k);                   // n_k: key block, and bin * 2^16
+  u32* bin_counts = reinterpret_cast<u32*>(count_vectors);
+  u32* bin_masses = reinterpret_cast<u32*>(mass_vectors);
   u32* cells = p.cells + static_cast<i64>(blockIdx.x) * p.pitch;
 
-  const i64 search_words = static_cast<i64>(p.samples) * (sizeof(Search) / sizeof(u64));
+  const i64 search_words = static_cast<i64>(p.samples) * (sizeof(TargetSearch) / sizeof(u64));
   for (i64 i = static_cast<i64>(blockIdx.x) * threads + thread; i < search_words;
        i += static_cast<i64>(gridDim.x) * threads)
     reinterpret_cast<u64*>(p.searches)[i] = 0;
-  for (int i = thread; i <= kRankBins; i += threads) starts[i] = 0;
+  for (int i = thread; i < kBinSpace; i += threads) count_vectors[i] = mass_vectors[i] = make_uint4(0, 0, 0, 0);
 
-  float values[kRankValues];
-  float highest = -kScoreLimit, lowest = kScoreLimit, sum = 0.f;
-#pragma unroll
-  for (int i = 0; i < kRankValues; ++i) {
-    const int index = i * threads + thread;
-    if (index >= n_k) continue;
-    values[i] = finite_score(__uint_as_float(cells[index]));
-  }
-#pragma unroll
-  for (int i = 0; i < kRankValues; ++i) {
-    if (i * threads + thread >= n_k) continue;
-    highest = fmaxf(highest, values[i]), lowest = fminf(lowest, values[i]), sum += values[i];
-  }
-  highest = across_block(highest, Highest());
-  lowest = across_block(lowest, Lowest());
-  const float mean = across_block(sum, Sum()) / n_k;
-  RowSoftmax softmax = {highest, 0.f};
-  float exponentials = 0.f, squares = 0.f;
-#pragma unroll
-  for (int i = 0; i < kRankValues; ++i) {
-    if (i * threads + thread >= n_k) continue;
-    exponentials += softmax.exponential(values[i]);
-    squares += (values[i] - mean) * (values[i] - mean);
-  }
-  softmax.units = kMassUnits / across_block(exponentials, Sum());
-  const float spread = kRankSpread * sqrtf(across_block(squares, Sum()) / n_k);
+  const int size = (n_k - 1 - thread + threads) / threads;  // registers of this thread that hold entries
+  const float first_score = __uint_as_float(cells[0]);
+  float scores[kRankValues];
+  unrolled<kRankValues>([&](int i) {
+    scores[i] = i < size ? __uint_as_float(cells[i * threads + thread]) : kNoScore;
+  });
+  __syncthreads();  // cells[0] has been read, and the bins are empty
 
-  if (highest == lowest) {  // the order is that of the indices
-    const u32 mass = softmax.mass(highest);
+  Summary row = {kNoScore, kScoreLimit, 0.f, 0.f, 0.f};
+  unrolled<kRankValues>([&](int i) {
+    row.highest = fmaxf(row.highest, scores[i]);
+    row.lowest = i < size ? fminf(row.lowest, scores[i]) : row.lowest;
+  });
+  unrolled<kRankSampled>([&](int i) {
+    const float distance = i < size ? scores[i] - first_score : 0.f;
+    row.entries += i < size ? 1.f : 0.f, row.sum += distance, row.squares += distance * distance;
+  });
+  row = {across_lanes(row.highest, Highest()), across_lanes(row.lowest, Lowest()), across_lanes(row.entries, Sum()),
+         across_lanes(row.sum, Sum()), across_lanes(row.squares, Sum())};
+  row = across_warps(row, [](const Summary& a, const Summary& b) {
+    return Summary{fmaxf(a.highest, b.highest), fminf(a.lowest, b.lowest), a.entries + b.entries, a.sum + b.sum,
+                   a.squares + b.squares};
+  });
+
+  RowSoftmax softmax = {row.highest, 0.f};
+  float exponentials[kRankValues], sum = 0.f;
+  unrolled<kRankValues>([&](int i) {
+    exponentials[i] = softmax.exponential(scores[i]);
+    sum += exponentials[i];
+  });
+  softmax.units = kMassUnits / across_block(sum, Sum());
+
+  if (row.highest == row.lowest) {  // the order is that of the indices
+    const u32 mass = softmax.mass(row.highest);
     for (int index = thread; index < p.pitch; index += threads)
       cells[index] = index >= n_k ? kNoCell : index < static_cast<int>(p.floor) ? kFloorCell : index * mass;
     return;
   }
 
-  // Never rises with the score, whatever the rounding; not-a-number, from an infinite spread, is bin 0.
-  const float top = mean + spread, bins_per_score = kRankBins / (2.f * spread);
-  const auto bin_of = [&](float score) {
-    return min(__float2uint_rz(__fmul_rn(__fsub_rn(top, score), bins_per_score)), kRankBins - 1u);
-  };
-
-  u32 places[kRankValues];  // bin, and place in the bin above it; first come, first served, which changes no result
-#pragma unroll
-  for (int i = 0; i < kRankValues; ++i) {
-    if (i * threads + thread >= n_k) continue;
-    const u32 bin = bin_of(values[i]);
-    places[i] = bin | atomicAdd(&starts[bin], 1) * kRankBins;
-  }
+  const float mean = row.sum / row.entries;
+  const float spread = kRankSpread * sqrtf(fmaxf(row.squares / row.entries - mean * mean, 0.f));
+  const float top = first_score + mean + spread, bins_per_score = kRankBins / (2.f * spread);
+  u32 places[kRankValues];  // bin, and place in it * 2^16: first come, first served, which changes no result
+  unrolled<kRankValues>([&](int i) {
+    // The bin never falls while the score falls, whatever the rounding; not-a-number is bin 0.
+    const float below = __fmaf_rn(__fsub_rn(top, scores[i]), bins_per_score, kIntegers);
+    const u32 bin = __float_as_uint(fminf(fmaxf(below, kIntegers), kIntegers + (kRankBins - 1))) - kIntegerBits;
+    if (i < size) {
+      places[i] = bin | take_place(bin_counts + bin_place(bin)) << 16;
+      count_in_shared(bin_masses + bin_place(bin), softmax.to_units(exponentials[i]));
+    }
+  });
   __syncthreads();
   {
-    const int bins = kRankBins / threads;  // of a thread
-    u32 count = 0;
+    const int vectors = max(kBinVectors / threads, 1);  // of a thread
+    const int first = min(thread * vectors, kBinVectors), end = min(first + vectors, kBinVectors);
+    u32 count = 0, mass = 0;
 #pragma unroll 1
-    for (int i = 0; i < bins; ++i) count += starts[thread * bins + i];
-    u32 start = sum_before(count);
-#pragma unroll 1
-    for (int i = 0; i < bins; ++i) {
-      const u32 size = starts[thread * bins + i];
-      starts[thread * bins + i] = start;
-      start += size;
+    for (int i = first; i < end; ++i) {
+      const uint4 counts = count_vectors[i + i / 4], masses = mass_vectors[i + i / 4];
+      count += counts.x + counts.y + counts.z + counts.w, mass += masses.x + masses.y + masses.z + masses.w;
     }
-    if (thread == 0) starts[kRankBins] = n_k;
+    // Both sums stay below 2^32, so one carries neither into the other.
+    const u64 before = sum_before(static_cast<u64>(count) << 32 | mass);
+    count = static_cast<u32>(before >> 32), mass = static_cast<u32>(before);
+#pragma unroll 1
+    for (int i = first; i < end; ++i) {
+      const uint4 counts = count_vectors[i + i / 4], masses = mass_vectors[i + i / 4];
+      count_vectors[i + i / 4] = make_uint4(count, count + counts.x, count + counts.x + counts.y,
+                                            count + counts.x + counts.y + counts.z);
+      mass_vectors[i + i / 4] =
+          make_uint4(mass, mass + masses.x, mass + masses.x + masses.y, mass + masses.x + masses.y + masses.z);
+      count += counts.x + counts.y + counts.z + counts.w, mass += masses.x + masses.y + masses.z + masses.w;
+    }
+    if (thread == 0) bin_counts[bin_place(kRankBins)] = n_k;
   }
   __syncthreads();
-#pragma unroll
-  for (int i = 0; i < kRankValues; ++i) {
-    const int index = i * threads + thread;
-    if (index >= n_k) continue;
-    const u32 position = starts[places[i] % kRankBins] + places[i] / kRankBins;
-    binned[position] = values[i];
-    indices[position] = static_cast<u16>(index);
-  }
-  __syncthreads();
-  {
-    const int positions = ceil_div(n_k, threads);  // of a thread
-    const int first = min(thread * positions, n_k), end = min(first + positions, n_k);
-    u32 mass = 0;
-#pragma unroll 1
-    for (int position = first; position < end; ++position) {
-      const u32 own = softmax.mass(binned[position]);
-      mass_before[position] = own;
-      mass += own;
+  unrolled<kRankValues>([&](int i) {
+    if (i < size) {
+      const u32 bin = places[i] & 0xffff;
+      const u32 position = bin_counts[bin_place(bin)] + (places[i] >> 16);
+      binned[position] = make_float2(scores[i], __uint_as_float(softmax.to_units(exponentials[i])));
+      origins[position] = bin << 16 | (i * threads + thread);
     }
-    u32 before = sum_before(mass);
-#pragma unroll 1
-    for (int position = first; position < end; ++position) {
-      const u32 own = mass_before[position];
-      mass_before[position] = before;
-      before += own;
-    }
-    if (first < end && end == n_k) mass_before[n_k] = before;
-  }
+  });
   __syncthreads();
 
   u32 results[kRankValues];
-#pragma unroll
-  for (int i = 0; i < kRankValues; ++i) {
-    const int position = i * threads + thread;
-    if (position >= n_k) continue;
-    const float own = binned[position];
-    const u32 index = indices[position], bin = bin_of(own);
-    const u32 first = starts[bin], end = starts[bin + 1];
-    u32 rank = first, mass = mass_before[first];
+  unrolled<kRankValues>([&](int i) {
+    if (i < size) {
+      const int position = i * threads + thread;
+      const float own = binned[position].x;
+      const u32 index = origins[position] & 0xffff, bin = origins[position] >> 16;
+      const u32 end = bin_counts[bin_place(bin + 1)];
+      u32 rank = bin_counts[bin_place(bin)], mass = bin_masses[bin_place(bin)];
 #pragma unroll 1
-    for (u32 other = first; other < end; ++other) {
-      const float score = binned[other];
-      if (score > own || (score == own && indices[other] < index))
-        ++rank, mass += mass_before[other + 1] - mass_before[other];
+      for (u32 other = rank; other < end; ++other) {
+        const float2 entry = binned[other];
+        if (entry.x > own || (entry.x == own && (origins[other] & 0xffff) < index))
+          ++rank, mass += __float_as_uint(entry.y);
+      }
+      results[i] = rank < p.floor ? kFloorCell : mass;
     }
-    results[i] = rank < p.floor ? kFloorCell : mass;
-  }
+  });
   __syncthreads();  // the binned scores have been read; results take their place, in the order of the key blocks
   u32* by_index = reinterpret_cast<u32*>(binned);
-#pragma unroll
-  for (int i = 0; i < kRankValues; ++i) {
-    const int position = i * threads + thread;
-    if (position < n_k) by_index[indices[position]] = results[i];
-  }
+  unrolled<kRankValues>([&](int i) {
+    if (i < size) by_index[origins[i * threads + thread] & 0xffff] = results[i];
+  });
   __syncthreads();
   for (int index = thread; index < p.pitch; index += threads)
     cells[index] = index < n_k ? by_index[index] : kNoCell;
@@ -734,7 +891,7 @@ constexpr int kDigitThreads = 512;
 
 struct DigitParams {
   const u32* cells;  // (B, rows of a sample, pitch)
-  Search* searches;
+  TargetSearch* searches;
   i64 sample_cells;
   u64 wanted;  // entries of a sample to keep beyond those that Top-k keeps, at least 1
   int round;
@@ -744,10 +901,10 @@ DEVICE int digit_bits(int round) { return round < kDigitRounds - 1 ? 11 : 10; }
 DEVICE int digit_shift(int round) { return round == 0 ? 21 : round == 1 ? 10 : 0; }
 
 // The cut after `rounds` rounds have been counted. Every thread of the block calls it and gets it.
-DEVICE Search::Cut find_cut(const Search& search, int rounds, u64 wanted) {
-  __shared__ Search::Cut found;
+DEVICE TargetSearch::Cut find_cut(const TargetSearch& search, int rounds, u64 wanted) {
+  __shared__ TargetSearch::Cut found;
   if (rounds == 0) return {wanted, 0};
-  const Search::Cut cut = rounds == 1 ? Search::Cut{wanted, 0} : search.cuts[rounds - 1];
+  const TargetSearch::Cut cut = rounds == 1 ? TargetSearch::Cut{wanted, 0} : search.cuts[rounds - 1];
   const int digits = kDigits / blockDim.x;  // of a thread
   const u64* counts = search.counts[rounds - 1] + threadIdx.x * digits;
   u64 count = 0;
@@ -766,8 +923,8 @@ DEVICE Search::Cut find_cut(const Search& search, int rounds, u64 wanted) {
 // Grid (any, B).
 extern "C" __global__ void __launch_bounds__(kDigitThreads) count_digits(const __grid_constant__ DigitParams p) {
   __shared__ u32 counts[kDigits];
-  Search& search = p.searches[blockIdx.y];
-  const Search::Cut cut = find_cut(search, p.round, p.wanted);
+  TargetSearch& search = p.searches[blockIdx.y];
+  const TargetSearch::Cut cut = find_cut(search, p.round, p.wanted);
   if (blockIdx.x == 0 && threadIdx.x == 0) search.cuts[p.round] = cut;  // for the next round
   for (int i = threadIdx.x; i < kDigits; i += kDigitThreads) counts[i] = 0;
   __syncthreads();
@@ -795,7 +952,7 @@ constexpr int kKeepThreads = 256;
 
 struct KeepParams {
   const u32* cells;  // (B, rows of a sample, pitch)
-  const Search* searches;
+  const TargetSearch* searches;
   u32* bits;    // (B * rows of a sample, words)
   int* counts;  // (B * rows of a sample,)
   u64 wanted;
@@ -828,7 +985,8 @@ extern "C" __global__ void __launch_bounds__(kKeepThreads) keep_target(const __g
 // ---------------------------------------------------------------------------------------------------------------------
 // Order of the rows
 
-constexpr int kOrderThreads = 256;
+constexpr int kOrderThreads = 1024;
+constexpr int kOrderWarps = kOrderThreads / kWarp;
 constexpr float kHeavy = 4.f;   // times the mean: rows that must not come last
 constexpr float kLight = 0.5f;  // times the mean: rows that fill the end evenly
 // Length classes, each longest first: heavy rows in steps of 4 means, then 16 in between, then light rows.
@@ -859,9 +1017,9 @@ DEVICE int length_class(float means) {
 // come last, so that the multiprocessors, which reach them at different times, end together. Rows of a class stay in
 // their order. One thread block places the rows of one head.
 extern "C" __global__ void __launch_bounds__(kOrderThreads) order_rows(const __grid_constant__ OrderParams p) {
-  __shared__ u16 places[kClasses][kOrderThreads];  // rows of a class and a thread, then where the next one goes
+  __shared__ u32 places[kClasses * kOrderWarps];  // rows of a class and a warp, then where the next one goes
   __shared__ u32 class_rows[kClasses], rows_before[kClasses];  // of all heads, of the heads before this one; not middle
-  const int head = blockIdx.x, thread = threadIdx.x, n_q = p.n_q;
+  const int head = blockIdx.x, thread = threadIdx.x, warp = threadIdx.x / kWarp, n_q = p.n_q;
   const int rows = p.heads * n_q;
 
   if (thread < kClasses) class_rows[thread] = rows_before[thread] = 0;
@@ -883,25 +1041,41 @@ extern "C" __global__ void __launch_bounds__(kOrderThreads) order_rows(const __g
     }
   }
 
-  const int own_rows = ceil_div(n_q, kOrderThreads);
-  const int first = min(thread * own_rows, n_q), end = min(first + own_rows, n_q);
-  for (int length = 0; length < kClasses; ++length) places[length][thread] = 0;
-  for (int row = first; row < end; ++row) ++places[class_of(head * n_q + row)][thread];
+  // A warp takes neighbouring rows of the head, one a lane at a time, so that rows of a class keep their order.
+  const int chunks = ceil_div(n_q, kOrderThreads);
+  const auto each_chunk = [&](auto visit) {
+#pragma unroll 1
+    for (int chunk = 0; chunk < chunks; ++chunk) {
+      const int row = (warp * chunks + chunk) * kWarp + lane_id();
+      const int length = row < n_q ? class_of(head * n_q + row) : kClasses;
+      const u32 peers = __match_any_sync(kAllLanes, length);
+      const int rank = __popc(peers & ((1u << lane_id()) - 1));  // among the chunk's rows of this class
+      visit(row, length, rank, rank == 0 ? __popc(peers) : 0);
+      __syncwarp();
+    }
+  };
+  for (int i = thread; i < kClasses * kOrderWarps; i += kOrderThreads) places[i] = 0;
+  __syncthreads();
+  each_chunk([&](int row, int length, int rank, int size) {
+    if (row < n_q && rank == 0) places[length * kOrderWarps + warp] += size;
+  });
   __syncthreads();
   {
-    u16* line = &places[0][0] + thread * kClasses;  // of the table read as one line
+    constexpr int kCells = (kClasses * kOrderWarps + kOrderThreads - 1) / kOrderThreads;  // of a thread
+    const int first = min(thread * kCells, kClasses * kOrderWarps);
+    const int end = min(first + kCells, kClasses * kOrderWarps);
     u32 count = 0;
-    for (int i = 0; i < kClasses; ++i) count += line[i];
+    for (int i = first; i < end; ++i) count += places[i];
     u32 place = sum_before(count);
-    for (int i = 0; i < kClasses; ++i) {
-      const u32 size = line[i];
-      line[i] = static_cast<u16>(place);
+    for (int i = first; i < end; ++i) {
+      const u32 size = places[i];
+      places[i] = place;
       place += size;
     }
   }
   __syncthreads();
 
-  // Thread 0 has the first place of each class.
+  // Warp 0 has the first place of each class.
   __shared__ int offsets[kClasses];  // from a row's place in its head to its place in the order
   if (thread < kClasses) {
     int place = 0;
@@ -916,11 +1090,12 @@ extern "C" __global__ void __launch_bounds__(kOrderThreads) order_rows(const __g
       place = rows + rows_before[thread];
       for (int length = thread; length < kClasses; ++length) place -= class_rows[length];
     }
-    offsets[thread] = place - places[is_middle(thread) ? kFirstMiddle : thread][0];
+    offsets[thread] = place - static_cast<int>(places[(is_middle(thread) ? kFirstMiddle : thread) * kOrderWarps]);
   }
   __syncthreads();
-  for (int row = first; row < end; ++row) {
-    const int length = class_of(head * n_q + row);
-    p.order[offsets[length] + places[length][thread]++] = head * n_q + row;
-  }
+  each_chunk([&](int row, int length, int rank, int size) {
+    if (row < n_q) p.order[offsets[length] + places[length * kOrderWarps + warp] + rank] = head * n_q + row;
+    __syncwarp();
+    if (row < n_q && rank == 0) places[length * kOrderWarps + warp] += size;
+  });
 }

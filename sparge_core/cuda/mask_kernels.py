@@ -20,8 +20,8 @@ MAX_KEY_BLOCKS = 8192
 _WARP = 32
 
 # The parameter structs of csrc/mask.cu, field by field.
-_MEANS = struct.Struct("<Q3q Q3q QQ iii")
-_SCORES = struct.Struct("<QQQ iii f")
+_MEANS = struct.Struct("<Q3q Q3q QQ QQ iii")
+_SCORES = struct.Struct("<QQ QQ Q iii f")
 _SELECT = struct.Struct("<QQQ iii II")
 _RANK = struct.Struct("<QQ iii I")
 _DIGITS = struct.Struct("<QQ q Q i")
@@ -30,17 +30,17 @@ _ORDER = struct.Struct("<QQ ii")
 
 _TILE_Q, _TILE_K, _SCORE_THREADS = 128, 64, 256
 _MEANS_THREADS = 128
-_SELECT_VARIANTS = (("select_blocks_512", 16), ("select_blocks_1280", 40))  # scores that a thread holds
+_SELECT_8192_VALUES = 32  # scores that a thread of `select_blocks_8192` holds; the others take one warp a row
 _MASS_UNITS = 2**31  # of a row's softmax
 _ALL_MASS = 2**32 - 1
 
-_RANK_BINS, _RANK_VALUES, _RANK_MIN_THREADS = 1024, 16, 128
+_RANK_BIN_BYTES, _RANK_VALUES, _RANK_MIN_THREADS = 2 * 16 * 321, 20, 64
 _DIGIT_ROUNDS, _DIGITS_OF_ROUND, _DIGIT_THREADS = 3, 2048, 512
 _SEARCH_BYTES = 8 * _DIGIT_ROUNDS * _DIGITS_OF_ROUND + 16 * _DIGIT_ROUNDS  # of a sample
 _KEEP_THREADS = 256
 _BLOCKS_PER_MULTIPROCESSOR = 4  # of the kernels that loop over their input
 
-_ORDER_THREADS = 256
+_ORDER_THREADS = 1024
 
 
 def block_mask(
@@ -72,13 +72,13 @@ def block_mask(
 
     bits = torch.empty((batch, heads, n_q, words), dtype=torch.int32, device=q.device)
     counts = torch.empty((batch, heads, n_q), dtype=torch.int32, device=q.device)
-    # One allocation for all that is needed only here; every part starts at a multiple of 16 bytes.
-    mean_bytes = batch * heads * head_dim * 4
-    searches = 0
-    q_means = searches + (batch * _SEARCH_BYTES if beyond_floor > 0 else 0)
-    k_means = q_means + n_q * mean_bytes
-    scores = k_means + n_k * mean_bytes
-    scratch = torch.empty(scores + rows * pitch * 4, dtype=torch.uint8, device=q.device)
+    # One allocation for all that is needed only here.
+    parts = _Parts()
+    searches = parts.add(batch * _SEARCH_BYTES if beyond_floor > 0 else 0)
+    q_means, q_units = parts.add(rows * head_dim * 4), parts.add(rows * 4)
+    k_means, k_units = parts.add(batch * heads * n_k * head_dim * 4), parts.add(batch * heads * n_k * 4)
+    scores = parts.add(rows * pitch * 4)
+    scratch = torch.empty(parts.size, dtype=torch.uint8, device=q.device)
     base = scratch.data_ptr()
 
     def run(name: str, grid: tuple[int, int, int], threads: int, shared: int, params: bytes) -> None:
@@ -90,8 +90,8 @@ def block_mask(
         _MEANS_THREADS,
         0,
         _MEANS.pack(
-            q.data_ptr(), *q.stride()[:3], k.data_ptr(), *k.stride()[:3], base + q_means, base + k_means,
-            q_len, k_len, heads,
+            q.data_ptr(), *q.stride()[:3], k.data_ptr(), *k.stride()[:3],
+            base + q_means, base + q_units, base + k_means, base + k_units, q_len, k_len, heads,
         ),
     )  # fmt: skip
     run(
@@ -99,14 +99,24 @@ def block_mask(
         (num_blocks(n_k, _TILE_K), num_blocks(n_q, _TILE_Q), batch * heads),
         _SCORE_THREADS,
         (_TILE_Q + _TILE_K) * head_dim * 4,
-        _SCORES.pack(base + q_means, base + k_means, base + scores, n_q, n_k, pitch, scale),
+        _SCORES.pack(
+            base + q_means,
+            base + q_units,
+            base + k_means,
+            base + k_units,
+            base + scores,
+            n_q,
+            n_k,
+            pitch,
+            scale,
+        ),
     )
     if beyond_floor > 0:
         run(
             "rank_blocks",
             (rows, 1, 1),
             _rank_threads(n_k),
-            4 * (_RANK_BINS + 4) + 10 * n_k + 4,
+            _RANK_BIN_BYTES + 12 * n_k,
             _RANK.pack(base + scores, base + searches, n_k, pitch, batch, floor),
         )
         busy = launch.device(index).multiprocessors * _BLOCKS_PER_MULTIPROCESSOR
@@ -133,11 +143,14 @@ def block_mask(
         if sparsity > 0.0:
             top_p = 0.0  # Top-k alone keeps as much as the target, or more
         mass_limit = math.ceil(top_p * _MASS_UNITS) if top_p < 1.0 else _ALL_MASS
-        name, values = _SELECT_VARIANTS[0 if n_k <= _SELECT_VARIANTS[0][1] * _WARP else 1]
+        if n_k <= 1280:
+            name, threads = "select_blocks_512" if n_k <= 512 else "select_blocks_1280", _WARP
+        else:
+            name, threads = "select_blocks_8192", num_blocks(n_k, _SELECT_8192_VALUES * _WARP) * _WARP
         run(
             name,
             (rows, 1, 1),
-            num_blocks(n_k, values * _WARP) * _WARP,
+            threads,
             0,
             _SELECT.pack(
                 base + scores, bits.data_ptr(), counts.data_ptr(), n_k, pitch, words, floor, mass_limit
@@ -166,3 +179,16 @@ def _rank_threads(n_k: int) -> int:
     while threads * _RANK_VALUES < n_k:
         threads *= 2
     return threads
+
+
+class _Parts:
+    """Lays arrays out one behind the other, each from a multiple of 256 bytes on, as whole memory sectors."""
+
+    def __init__(self) -> None:
+        self.size = 0
+
+    def add(self, size: int) -> int:
+        """Offset of an array of `size` bytes."""
+        offset = self.size
+        self.size += -(-size // 256) * 256
+        return offset

@@ -23,6 +23,7 @@ from .attention import Call, Layer, Run, SparseAttention
 
 KEY = "sparge_attention2"  # of our callbacks, wrappers and attachments on a model
 STUDENT = "sparge_attention2.student"  # attachment: the SparseConfig that the weights were fine-tuned with
+STUDENT_FILE = "sparge_attention2.student_file"  # attachment: where they are from, with or without settings
 OVERRIDE = "optimized_attention_override"  # ComfyUI's slot in transformer_options
 HOST_OPTIONS = "sparge_attention2.host_options"  # in our copy of transformer_options: the original
 
@@ -64,6 +65,11 @@ def student_config(model: ModelPatcher) -> SparseConfig | None:
     return model.get_attachment(STUDENT)
 
 
+def student_file(model: ModelPatcher) -> str | None:
+    """Name of the student's file that the model's weights are from, if a loader of ours left it."""
+    return model.get_attachment(STUDENT_FILE)
+
+
 def patch_self_attention(model: ModelPatcher, attention: SparseAttention) -> ModelPatcher:
     """A clone of `model` with `attention` as its self-attention, in place of an earlier patch of ours."""
     patched = model.clone()
@@ -101,6 +107,15 @@ def fingerprint(latent: Any) -> Tensor | None:
     chosen = torch.linspace(0, values.numel() - 1, FINGERPRINT_VALUES, dtype=torch.float64).long()
     shape = torch.tensor([*latent.shape], dtype=torch.float32)
     return torch.cat([shape, values[chosen.to(values.device)].float().cpu()])
+
+
+def show_text(node_id: str | None, text: str) -> None:
+    """Show text under a node in the browser; without a server or a graph, nowhere."""
+    from server import PromptServer  # not in the process of a test or a script until it is asked for
+
+    server = getattr(PromptServer, "instance", None)
+    if server is not None and node_id is not None:
+        server.send_progress_text(text, node_id)
 
 
 def _same(one: Tensor, other: Tensor) -> bool:

@@ -27,8 +27,8 @@ def load_student(path: Path | str) -> tuple[Student, dict[str, Tensor]]:
 def convert(student: Student, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of a student's file under ComfyUI's names; `tensors` is emptied.
 
-    Those are Wan's own names for a full model, and those of ComfyUI's patches for a diff or a low-rank file. As
-    no tensor is copied or read, a file mapped into memory stays on disk until its weights are used.
+    Those are Wan's own names for a full model, and those of ComfyUI's patches for a diff or a low-rank file.
+    As no tensor is copied or read, a file mapped into memory stays on disk until its weights are used.
     """
     out: dict[str, Tensor] = {}
     for key in list(tensors):
@@ -53,7 +53,7 @@ def _patch_name(target: str, role: Role) -> str:
 
 
 def convert_metadata(student: Student) -> dict[str, str]:
-    """The metadata that ComfyUI's loader needs beside `convert`'s tensors: how layers are quantised, by Wan's names."""
+    """Metadata that ComfyUI's loader needs beside the tensors: how layers, by Wan's names, are quantised."""
     text = student.metadata.get(QUANTISATION_METADATA)
     if text is None:
         return {}
@@ -78,7 +78,7 @@ def check_base(student: Student, base: Mapping[str, tuple[int, ...]]) -> None:
     connect = "Connect the model that it was distilled from"
     dim, layers = width(base), wan.count_blocks(base)
     if dim is None:
-        raise refusal(student.path, f"{is_what} its base is no Wan model", f"{connect}.", "a Wan model as base")
+        raise refusal(student.path, f"{is_what} its base is no Wan model", f"{connect}.", "a Wan model")
     if (student.dim is not None and student.dim != dim) or student.layers > layers:
         raise refusal(
             student.path,

@@ -34,7 +34,7 @@ CHOOSE = "Choose its bf16, fp16 or fp8 version."
 
 
 class StudentError(ValueError):
-    """A file that cannot be used as a student: the message names it, what it is, what was expected, what to do."""
+    """A file that is no usable student. The message names it, what it is, what was expected, what to do."""
 
 
 def refusal(
@@ -127,8 +127,8 @@ def _not_safetensors(path: Path, start: bytes) -> StudentError:
         return refusal(
             path,
             f"looks like {looks}",
-            "A pickle can run any program when it is opened, so it was not opened: look for a .safetensors file "
-            "of the same weights, or convert it on a machine where that does no harm.",
+            "A pickle can run any program when it is opened, so it was not opened: look for a .safetensors "
+            "file of the same weights, or convert it on a machine where that does no harm.",
         )
     looks = looks or "no kind of file known here"
     return refusal(path, f"looks like {looks}", "Download the .safetensors file.")

@@ -140,7 +140,7 @@ IN_DIMS = {IN_DIM_T2V: "T2V", 36: "I2V", 48: "Fun control"}
 
 
 def model_type(targets: Collection[str], in_dim: int | None, out: int | None) -> str | None:
-    """The kind of Wan model with these parameters, input channels and outputs a patch; None where it stays open."""
+    """The kind of Wan model with these parameters, input channels and outputs a patch; None if open."""
     for family in FAMILIES:
         if any(target == family.mark or target.startswith(f"{family.mark}.") for target in targets):
             return family.name
@@ -364,8 +364,8 @@ class Method:
     has: what its attention has and this one lacks.
     parameters: in keys, where it adds any.
     word: in a file's name, or in what its metadata says of attention.
-    plain: whether a student without those parameters is plain block-sparse softmax attention at a Top-k, as runs
-        here with top_p 0.
+    plain: whether a student without those parameters is plain block-sparse softmax attention at a Top-k: it
+        runs here with top_p 0.
     """
 
     name: str

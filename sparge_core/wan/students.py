@@ -1,8 +1,8 @@
 """Students: files of distilled Wan weights, told apart by their headers alone.
 
 A student is a full model, a diff against its base, or a low-rank file. `read_student` says what a file is, or
-raises one StudentError that says why it cannot be used. It reads the header and nothing behind it, which takes
-milliseconds; no file is opened as a pickle, whatever its name.
+raises one StudentError that says why it cannot be used. It reads the header and nothing behind it, which
+takes milliseconds; no file is opened as a pickle, whatever its name.
 """
 
 from __future__ import annotations
@@ -34,10 +34,12 @@ class Student:
     kind: FULL, DIFF or LOW_RANK.
     scheme: whose names it uses; names: what each of its keys means.
     shapes: of the parameters that it holds or changes, by Wan's names; of a low-rank pair, of its product.
-    dim, layers: width and number of blocks, as far as the file shows them; size: the published one of that width.
+    dim, layers: width and number of blocks, as far as the file shows them.
+    size: the published size of that width.
     type: the kind of Wan model, None where the file leaves it open.
     dtype: of most of its bytes, as safetensors names it.
-    config: the settings that it was distilled for, if it carries them; method: the other method that it is for.
+    config: the settings that it was distilled for, if it carries them.
+    method: the other method that it is for, if any.
     alpha: of its low-rank pairs without one of their own, where the metadata gives it.
     """
 
@@ -59,7 +61,8 @@ class Student:
     @property
     def title(self) -> str:
         """What the file is: "low-rank file for Wan 14B (width 5120, 40 blocks), bf16, diffusers names"."""
-        return f"{_title(self.kind, self.dim, self.layers, self.type)}, {self.dtype.lower()}, {self.scheme} names"
+        title = _title(self.kind, self.dim, self.layers, self.type)
+        return f"{title}, {self.dtype.lower()}, {self.scheme} names"
 
     @property
     def advice(self) -> str:
@@ -180,7 +183,7 @@ def _axis(shapes: Mapping[str, tuple[int, ...]], target: str, axis: int) -> int 
 
 
 def _uneven(header: Header, names: Mapping[str, Name]) -> list[str]:
-    """Parameters of another shape than in the first block, but for packed numbers, which not every layer has."""
+    """Parameters of another shape than in the first block, packed numbers aside: not all layers have them."""
     first: dict[tuple[str, str], tuple[int, ...]] = {}
     uneven = []
     for key, name in names.items():
@@ -229,7 +232,7 @@ def _check_wan(path: Path, keys: Sequence[str], names: Mapping[str, Name]) -> No
 
 
 def _check_whole(path: Path, looks: str, findings: Mapping[str, Sequence[str]]) -> None:
-    """One error with counts and examples for a file that matches in part. findings: names by what is wrong."""
+    """One error, with counts and examples, for a file that matches in part. findings: names by what is so."""
     found = [f"{len(names)} {what} ({some(names)})" for what, names in findings.items() if names]
     if not found:
         return
@@ -254,7 +257,7 @@ def _check_dtypes(path: Path, header: Header, names: Mapping[str, Name]) -> None
     if bare:
         raise refusal(
             path,
-            f"stores {len(bare)} weights as {header.tensors[bare[0]].dtype}, not how to scale them ({some(bare)})",
+            f"stores {len(bare)} weights as {header.tensors[bare[0]].dtype} and no scales ({some(bare)})",
             CHOOSE,
         )
 

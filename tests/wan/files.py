@@ -1,4 +1,4 @@
-"""Files to try the loading of students with. The names and shapes are written out here, apart from the product's."""
+"""Files to try the loading of students with. Names and shapes stand here once more, apart from the code."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def attention(prefix: str, dim: int) -> Shapes:
-    linear = {f"{prefix}.{name}.{leaf}": (dim,) * axes for name in "qkvo" for leaf, axes in (("weight", 2), ("bias", 1))}
+    linear = {
+        f"{prefix}.{name}.{leaf}": (dim,) * axes
+        for name in "qkvo"
+        for leaf, axes in (("weight", 2), ("bias", 1))
+    }
     return {**linear, f"{prefix}.norm_q.weight": (dim,), f"{prefix}.norm_k.weight": (dim,)}
 
 
@@ -35,7 +39,13 @@ def block(prefix: str, dim: int, ffn: int) -> Shapes:
 
 
 def wan_model(
-    dim: int = 64, ffn: int = 128, layers: int = 2, in_dim: int = 16, out_dim: int = 16, text: int = 48, freq: int = 32
+    dim: int = 64,
+    ffn: int = 128,
+    layers: int = 2,
+    in_dim: int = 16,
+    out_dim: int = 16,
+    text: int = 48,
+    freq: int = 32,
 ) -> Shapes:
     """Parameters of a text-to-video model, by Wan's names."""
     shapes: Shapes = {
@@ -132,7 +142,9 @@ def low_rank(modules: Mapping[str, tuple[int, int]], up: str, down: str, rank: i
     return {**pairs, **{f"{module}{down}": (rank, into) for module, (_, into) in modules.items()}}
 
 
-def random_tensors(shapes: Mapping[str, Sequence[int]], dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
+def random_tensors(
+    shapes: Mapping[str, Sequence[int]], dtype: torch.dtype = torch.bfloat16
+) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
     return {key: torch.randn(tuple(shape), generator=generator).to(dtype) for key, shape in shapes.items()}
 

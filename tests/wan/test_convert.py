@@ -20,9 +20,15 @@ ROOT = Path(__file__).resolve().parents[2]
 ATTENTION = {f"blocks.{i}.self_attn.{name}": (64, 64) for i in range(2) for name in "qkvo"}
 
 
-@pytest.mark.parametrize("shapes", [wan_model(), image_model(flf=True), vace_model()], ids=["t2v", "flf2v", "vace"])
-@pytest.mark.parametrize("rename", [str, diffusers_name, "module.model.{}._orig_mod".format], ids=["wan", "diffusers", "wrapped"])
-def test_a_full_model_keeps_its_numbers_under_wans_names(save: Save, shapes: Shapes, rename: type[str]) -> None:
+@pytest.mark.parametrize(
+    "shapes", [wan_model(), image_model(flf=True), vace_model()], ids=["t2v", "flf2v", "vace"]
+)
+@pytest.mark.parametrize(
+    "rename", [str, diffusers_name, "module.model.{}._orig_mod".format], ids=["wan", "diffusers", "wrapped"]
+)
+def test_a_full_model_keeps_its_numbers_under_wans_names(
+    save: Save, shapes: Shapes, rename: type[str]
+) -> None:
     path = save({rename(key): shape for key, shape in shapes.items()})
     stored = load_file(path)
     tensors = load_student(path)[1]
@@ -60,12 +66,17 @@ def test_the_alpha_of_peft_goes_to_pairs_without_their_own(save: Save) -> None:
     tensors = load_student(save({**pairs, **own}, metadata={"lora_adapter_metadata": settings}))[1]
     alphas = {key: float(tensor) for key, tensor in tensors.items() if key.endswith(".alpha")}
     assert alphas.pop("diffusion_model.blocks.0.self_attn.q.alpha") == 2
-    assert alphas == {f"diffusion_model.{module}.alpha": 8 for module in ATTENTION if module != "blocks.0.self_attn.q"}
+    assert alphas == {
+        f"diffusion_model.{module}.alpha": 8 for module in ATTENTION if module != "blocks.0.self_attn.q"
+    }
 
 
 def test_quantised_layers_are_named_as_the_weights_are(save: Save) -> None:
     layers = {"model.diffusion_model.blocks.0.attn1.to_q": {"format": "float8_e4m3fn"}}
-    metadata = {"_quantization_metadata": json.dumps({"format_version": "1.0", "layers": layers}), "other": "x"}
+    metadata = {
+        "_quantization_metadata": json.dumps({"format_version": "1.0", "layers": layers}),
+        "other": "x",
+    }
     shapes = {f"model.diffusion_model.{diffusers_name(key)}": shape for key, shape in wan_model().items()}
     converted = convert_metadata(read_student(save(shapes, metadata=metadata)))
     assert converted.keys() == {"_quantization_metadata"}
@@ -97,7 +108,10 @@ def test_a_base_that_has_all_parameters_fits(save: Save) -> None:
 
 
 def test_low_rank_pairs_of_convolutions_fit(save: Save) -> None:
-    pair = {"patch_embedding.lora_up.weight": (64, 4, 1, 1, 1), "patch_embedding.lora_down.weight": (4, 16, 1, 2, 2)}
+    pair = {
+        "patch_embedding.lora_up.weight": (64, 4, 1, 1, 1),
+        "patch_embedding.lora_down.weight": (4, 16, 1, 2, 2),
+    }
     blocks = low_rank(ATTENTION, ".lora_up.weight", ".lora_down.weight")
     check_base(read_student(save({**pair, **blocks})), wan_model())
     wrong = pair | {"patch_embedding.lora_down.weight": (4, 36, 1, 2, 2)}
@@ -113,7 +127,9 @@ def test_a_base_of_another_size_is_named(save: Save) -> None:
 
 
 def test_a_base_of_another_type_is_named_by_what_it_lacks(save: Save) -> None:
-    pairs = low_rank({**ATTENTION, "blocks.0.cross_attn.k_img": (64, 64)}, ".lora_up.weight", ".lora_down.weight")
+    pairs = low_rank(
+        {**ATTENTION, "blocks.0.cross_attn.k_img": (64, 64)}, ".lora_up.weight", ".lora_down.weight"
+    )
     path = save(pairs)
     check_base(read_student(path), image_model())
     text = base_refusal(path, wan_model())
@@ -149,13 +165,17 @@ print(memory("VmHWM") - resident)
 
 @pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="memory is read from Linux's /proc")
 @pytest.mark.parametrize("dim", [640, pytest.param(5120, marks=pytest.mark.slow)])
-def test_a_student_of_14b_shape_is_converted_on_the_disk_and_used_at_its_size(tmp_path: Path, dim: int) -> None:
+def test_a_student_of_14b_shape_is_converted_on_the_disk_and_used_at_its_size(
+    tmp_path: Path, dim: int
+) -> None:
     """All proportions of Wan 14B, at an eighth of its width by default; in fp8, in diffusers' names."""
     shapes = image_model(dim=dim, ffn=dim * 27 // 10, layers=40, text=4096, freq=256, clip=1280)
     renamed = {diffusers_name(key): shape for key, shape in shapes.items()}
     path = write_hollow(tmp_path / "student.safetensors", renamed, "F8_E4M3", 1)
     size = path.stat().st_size
-    done = subprocess.run([sys.executable, "-c", USE_ALL, path], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", USE_ALL, path], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     converted, used = map(int, done.stdout.split())
     assert converted < 0.05 * size
     assert 0.9 * size < used < 1.15 * size

@@ -53,7 +53,9 @@ def test_prefixes_do_not_matter(around: str) -> None:
         assert strip(around.format(key)) == key
 
 
-@pytest.mark.parametrize("wrapper", ["_checkpoint_wrapped_module", "_orig_mod", "module", "_fsdp_wrapped_module"])
+@pytest.mark.parametrize(
+    "wrapper", ["_checkpoint_wrapped_module", "_orig_mod", "module", "_fsdp_wrapped_module"]
+)
 def test_wrappers_do_not_matter_wherever_they_stand(wrapper: str) -> None:
     for key in FAMILIES["i2v"]:
         parts = key.split(".")
@@ -61,7 +63,7 @@ def test_wrappers_do_not_matter_wherever_they_stand(wrapper: str) -> None:
             assert strip(".".join([*parts[:i], wrapper, *parts[i:]])) == key
 
 
-Q, O, MODULATION = "blocks.7.self_attn.q.weight", "blocks.7.self_attn.o.weight", "blocks.7.modulation"
+Q, OUT, MODULATION = "blocks.7.self_attn.q.weight", "blocks.7.self_attn.o.weight", "blocks.7.modulation"
 
 
 @pytest.mark.parametrize(
@@ -77,12 +79,12 @@ Q, O, MODULATION = "blocks.7.self_attn.q.weight", "blocks.7.self_attn.o.weight",
         ("blocks.7.self_attn.q.lora.up.weight", Q, Role.UP),
         ("blocks.7.self_attn.q.lora_linear_layer.down.weight", Q, Role.DOWN),
         ("transformer.blocks.7.attn1.to_q.lora_A.weight", Q, Role.DOWN),
-        ("transformer.blocks.7.attn1.to_out.0.lora_B.weight", O, Role.UP),
+        ("transformer.blocks.7.attn1.to_out.0.lora_B.weight", OUT, Role.UP),
         ("blocks.7.attn1.to_q_lora.up.weight", Q, Role.UP),
         ("lora_unet_blocks_7_self_attn_q.lora_down.weight", Q, Role.DOWN),
         ("lora_unet__blocks_7_self_attn_q.lora_up.weight", Q, Role.UP),
         ("lora_unet_blocks_7_self_attn_q.alpha", Q, Role.ALPHA),
-        ("lora_unet_blocks_7_attn1_to_out_0.lora_up.weight", O, Role.UP),
+        ("lora_unet_blocks_7_attn1_to_out_0.lora_up.weight", OUT, Role.UP),
         ("lora_unet_blocks_7_ffn_0.lora_up.weight", "blocks.7.ffn.0.weight", Role.UP),
         ("lora_unet_head_head.alpha", "head.head.weight", Role.ALPHA),
         ("lora_unet_time_projection_1.lora_down.weight", "time_projection.1.weight", Role.DOWN),
@@ -96,7 +98,11 @@ Q, O, MODULATION = "blocks.7.self_attn.q.weight", "blocks.7.self_attn.o.weight",
         ("blocks.7.scale_shift_table.diff", MODULATION, Role.DIFF),
         ("diffusion_model.head.modulation.set_weight", "head.modulation", Role.SET),
         ("diffusion_model.blocks.7.norm3.set_weight", "blocks.7.norm3.weight", Role.SET),
-        ("face_adapter.fuser_blocks.0.linear1_q.lora_up.weight", "face_adapter.fuser_blocks.0.linear1_q.weight", Role.UP),
+        (
+            "face_adapter.fuser_blocks.0.linear1_q.lora_up.weight",
+            "face_adapter.fuser_blocks.0.linear1_q.weight",
+            Role.UP,
+        ),
         ("model.diffusion_model.scaled_fp8", "scaled_fp8", Role.VALUE),
         ("blocks.7.self_attn.q.scale_weight", "blocks.7.self_attn.q.scale_weight", Role.VALUE),
         ("blocks.7.attn1.to_q.weight_scale", "blocks.7.self_attn.q.weight_scale", Role.VALUE),

@@ -1,4 +1,4 @@
-"""What a student's file is said to be, and what is refused: always in one sentence or two that say what to do."""
+"""What a student's file is said to be, and what is refused, with what to do about it."""
 
 from __future__ import annotations
 
@@ -50,9 +50,13 @@ def test_full_models_are_known(save: Save, shapes: Shapes, type_: str, scheme: s
     assert student.shapes == shapes
 
 
-@pytest.mark.parametrize("prefix", ["model.", "diffusion_model.", "model.diffusion_model.", "module.", "_orig_mod."])
+@pytest.mark.parametrize(
+    "prefix", ["model.", "diffusion_model.", "model.diffusion_model.", "module.", "_orig_mod."]
+)
 def test_prefixed_full_models_are_known(save: Save, prefix: str) -> None:
-    assert read_student(save({prefix + key: shape for key, shape in wan_model().items()})).shapes == wan_model()
+    assert (
+        read_student(save({prefix + key: shape for key, shape in wan_model().items()})).shapes == wan_model()
+    )
 
 
 def test_wrapped_full_models_are_known(save: Save) -> None:
@@ -107,7 +111,9 @@ def test_low_rank_files_are_known(save: Save, up: str, down: str, prefix: str) -
 @pytest.mark.parametrize("start", ["lora_unet_", "lora_unet__"])
 @pytest.mark.parametrize("rename", [str, diffusers_name], ids=["wan", "diffusers"])
 def test_kohyas_low_rank_files_are_known(save: Save, start: str, rename: type[str]) -> None:
-    names = {start + rename(f"{module}.")[:-1].replace(".", "_"): shape for module, shape in ATTENTION.items()}
+    names = {
+        start + rename(f"{module}.")[:-1].replace(".", "_"): shape for module, shape in ATTENTION.items()
+    }
     pairs = low_rank(names, ".lora_up.weight", ".lora_down.weight")
     student = read_student(save({**pairs, **{f"{name}.alpha": () for name in names}}))
     assert student.kind == LOW_RANK
@@ -155,10 +161,17 @@ def scaled(shapes: Mapping[str, tuple[int, ...]], leaf: str) -> dict[str, torch.
 
 
 def test_scaled_fp8_is_known(save: Save) -> None:
-    old = {**scaled(wan_model(layers=8), "scale_weight"), "scaled_fp8": torch.zeros(0, dtype=torch.float8_e4m3fn)}
+    old = {
+        **scaled(wan_model(layers=8), "scale_weight"),
+        "scaled_fp8": torch.zeros(0, dtype=torch.float8_e4m3fn),
+    }
     new = scaled(wan_model(layers=8), "weight_scale")
     new.update(
-        {key.replace("weight_scale", "comfy_quant"): torch.zeros(9, dtype=torch.uint8) for key in new if "scale" in key}
+        {
+            key.replace("weight_scale", "comfy_quant"): torch.zeros(9, dtype=torch.uint8)
+            for key in new
+            if "scale" in key
+        }
     )
     for content in (old, new):
         student = read_student(save(content))
@@ -264,7 +277,7 @@ def test_8_bit_weights_of_turbodiffusion_are_refused_by_name(save: Save) -> None
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8])
 def test_integer_weights_without_scales_are_refused(save: Save, dtype: torch.dtype) -> None:
     content = {**wan_model(), "blocks.0.ffn.0.weight": torch.zeros(128, 64, dtype=dtype)}
-    assert "not how to scale them" in refused(save(content))
+    assert "and no scales" in refused(save(content))
     quantised = {"layers": {"blocks.0.ffn.0": {"format": "int8_tensorwise"}}}
     read_student(save(content, metadata={"_quantization_metadata": json.dumps(quantised)}))
 
@@ -298,9 +311,12 @@ def test_for_a_size_without_own_settings_that_is_said(save: Save) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"top_k": "2"}, {"top_p": "x"}, {"block_q": "64"}, {"method_version": "99"}, {"sparsity": "nan"}]
+    "change",
+    [{"top_k": "2"}, {"top_p": "x"}, {"block_q": "64"}, {"method_version": "99"}, {"sparsity": "nan"}],
 )
-def test_settings_that_cannot_be_used_are_refused_with_the_files_name(save: Save, change: dict[str, str]) -> None:
+def test_settings_that_cannot_be_used_are_refused_with_the_files_name(
+    save: Save, change: dict[str, str]
+) -> None:
     metadata = {**OURS.to_metadata(), **{f"sparge_attention2.{key}": value for key, value in change.items()}}
     path = save(wan_model(), metadata=metadata)
     with pytest.raises(StudentError, match=f"^{path.name}: .*{next(iter(change))}"):
@@ -312,7 +328,11 @@ def test_settings_that_cannot_be_used_are_refused_with_the_files_name(save: Save
     [
         {"sla_topk": "0.15"},
         {"sla_attn_setting": json.dumps({"sparsity_ratio": 0.85, "BLKQ": 128, "BLKK": 64})},
-        {"config": json.dumps({"attention": {"sla_sparsity_ratio": 0.85, "q_block_size": 64, "k_block_size": 64}})},
+        {
+            "config": json.dumps(
+                {"attention": {"sla_sparsity_ratio": 0.85, "q_block_size": 64, "k_block_size": 64}}
+            )
+        },
     ],
     ids=["kept", "skipped", "nested"],
 )
@@ -359,7 +379,9 @@ def test_our_own_settings_win_over_a_name(save: Save) -> None:
     assert (student.config, student.method) == (OURS, None)
 
 
-@pytest.mark.parametrize("metadata", [{"comment": "better than sla and vmoba"}, {"ss_dataset": "radial attention"}])
+@pytest.mark.parametrize(
+    "metadata", [{"comment": "better than sla and vmoba"}, {"ss_dataset": "radial attention"}]
+)
 def test_words_elsewhere_in_the_metadata_mean_nothing(save: Save, metadata: dict[str, str]) -> None:
     assert read_student(save(wan_model(), metadata=metadata)).method is None
 

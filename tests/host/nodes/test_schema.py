@@ -12,6 +12,8 @@ import pytest
 
 from host import ROOT
 
+FILES = "COMBO of files"  # options that differ from machine to machine
+
 # Widgets are stored by position and nodes by id, so a change here breaks graphs that people have saved.
 FROZEN: dict[str, dict[str, Any]] = {
     "SpargeAttention2Patch": {
@@ -35,6 +37,11 @@ FROZEN: dict[str, dict[str, Any]] = {
         "outputs": [("image", "IMAGE"), ("text", "STRING"), ("json", "STRING")],
         "sliders": [],
     },
+    "SpargeLoadStudent": {
+        "inputs": [("file", FILES, None), ("base", "MODEL", None)],
+        "outputs": [("MODEL", "MODEL")],
+        "sliders": [],
+    },
 }
 
 
@@ -52,7 +59,9 @@ def inputs_of(about: dict[str, Any]) -> dict[str, tuple[Any, dict[str, Any]]]:
         for name in about["input_order"].get(kind, []):
             type_, *rest = about["input"][kind][name]
             settings = rest[0] if rest else {}
-            listed[name] = (settings.get("options", type_) if type_ == "COMBO" else type_, settings)
+            if type_ == "COMBO":
+                type_ = FILES if name == "file" else settings.get("options", type_)
+            listed[name] = (type_, settings)
     return listed
 
 

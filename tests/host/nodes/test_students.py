@@ -1,4 +1,4 @@
-"""Students in the real ComfyUI: the same velocity from every kind and scheme, settings along, misfits refused."""
+"""Students in the real ComfyUI: every kind and scheme gives the same result, and misfits are refused."""
 
 from __future__ import annotations
 
@@ -162,8 +162,8 @@ def test_names_of_every_family_are_known(kind: str, comfy: ModuleType) -> None:
     }
     with torch.device("meta"):
         model = classes[kind](
-            in_dim=36, dim=256, ffn_dim=512, num_heads=2, num_layers=5, text_dim=4096, out_dim=16,
-            cross_attn_norm=True, operations=comfy.ops.disable_weight_init, dtype=torch.float32, device="meta",
+            in_dim=36, dim=256, ffn_dim=512, num_heads=2, num_layers=5, text_dim=4096,
+            out_dim=16, device="meta", cross_attn_norm=True, operations=comfy.ops.disable_weight_init, dtype=torch.float32,
         )  # fmt: skip
     names = best_scheme([f"model.diffusion_model.{key}" for key in model.state_dict()])[1]
     targets = {name.target for name in names.values()}
@@ -351,7 +351,8 @@ def test_a_full_model_that_comfyuis_does_not_match_is_one_error(
 ) -> None:
     wrong = distilled() | {"text_embedding.0.weight": torch.zeros(DIM, 99)}
     assert "text_embedding.0.weight" in refused(file(wrong))
-    family = distilled() | {"control_adapter.conv.weight": torch.zeros(DIM, 24 * 64, 2, 2)}
+    camera = {"control_adapter.conv.weight": torch.zeros(DIM, 24 * 64, 2, 2)}
+    family = distilled() | camera | {"patch_embedding.weight": torch.zeros(DIM, 36, 1, 2, 2)}
     assert "are missing" in refused(file(family))
 
 

@@ -131,6 +131,13 @@ def test_probabilities_that_vanish_are_still_told_apart() -> None:
     assert select_blocks(scores, SparseConfig(0.5, 0.0)).flatten().tolist() == [False, False, True, True]
 
 
+def test_ties_among_many_scores_go_to_the_lower_index() -> None:
+    scores = torch.tensor([0.0, 1.0, 2.0]).repeat(1, 1, 1, 400)
+    expected = [j for j in range(1200) if j % 3 == 2] + [j for j in range(600) if j % 3 == 1]
+    kept = select_blocks(scores, SparseConfig(0.5, 0.0))
+    assert kept.flatten().nonzero().flatten().tolist() == sorted(expected)
+
+
 def test_either_rule_may_keep_more() -> None:
     skewed = row_of(0.9, 0.025, 0.025, 0.05)
     assert kept_ids(skewed, SparseConfig(0.5, 0.5)) == [0, 3]

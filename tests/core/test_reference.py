@@ -52,10 +52,10 @@ def test_block_means_are_over_the_tokens_that_exist(length: int, block: int) -> 
 
 
 def test_half_precision_scores_stay_float32() -> None:
-    """In bfloat16 the means of these keys, 1 + j/512, would tie, and the earliest block would win."""
+    """In bfloat16 the means of these keys, 1 + j/8192, would tie, and the earliest blocks would win."""
     k = torch.ones(1, 1, 8 * BLOCK_K, 64, dtype=torch.bfloat16)
     for j in range(8):
-        k[:, :, j * BLOCK_K : j * BLOCK_K + j, :16] = 1.5
+        k[:, :, j * BLOCK_K : j * BLOCK_K + j] = 1 + 2**-7
     q = torch.ones(1, 1, BLOCK_Q, 64, dtype=torch.bfloat16)
     for context in (torch.autocast("cpu", enabled=False), torch.autocast("cpu", dtype=torch.bfloat16)):
         with context:

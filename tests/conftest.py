@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import settings
+
+from host import child_environment
+
+os.environ.update(child_environment())  # OpenMP reads it when torch is imported
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 

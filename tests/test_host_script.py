@@ -97,7 +97,10 @@ def test_the_pack_is_copied_where_links_are_not_allowed(
     monkeypatch.setattr(Path, "symlink_to", refuse)
     place = host.install_pack(source, tmp_path / "custom_nodes", "pack")
     assert not place.is_symlink()
-    assert [path.name for path in place.iterdir()] == ["__init__.py"]
+    assert {path.name for path in place.iterdir()} == {"__init__.py", host.COPY_MARK}
+    (source / "__init__.py").write_text("changed", encoding="utf-8")
+    host.install_pack(source, tmp_path / "custom_nodes", "pack")
+    assert (place / "__init__.py").read_text(encoding="utf-8") == "changed"
 
 
 def test_another_pack_of_that_name_is_not_overwritten(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ They are the door to the kernels: tensors that do not belong together are refuse
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 
 import torch
@@ -60,6 +61,8 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     _check_tensors(q, k, v)
     _check_mask(q, k, bits, counts, order)
+    if not 0.0 < scale < math.inf:  # the online softmax takes the largest score for the largest exponent
+        raise ValueError(f"The CUDA kernels take a finite scale above 0; got {scale}.")
     module = _forced or modules.forward_module(launch.device(q.device.index).capability)
     return _FORWARD[module](q, k, v, bits, counts, order, scale)
 

@@ -181,6 +181,15 @@ def test_a_mask_that_does_not_fit_is_refused_before_any_launch(
     assert launched == []
 
 
+@pytest.mark.parametrize("scale", [0.0, -0.1, float("inf"), float("nan")])
+def test_a_scale_that_is_not_above_zero_is_refused_before_any_launch(
+    scale: float, launched: list[str]
+) -> None:
+    with pytest.raises(ValueError, match=f"scale above 0; got {scale}"):
+        operators._forward(*GOOD, *mask_of(*GOOD[:2]), scale)
+    assert launched == []
+
+
 @pytest.mark.parametrize("index", range(6))
 @pytest.mark.parametrize("device", ["cpu", "cuda:1"])
 def test_tensors_of_several_devices_are_refused_before_any_launch(

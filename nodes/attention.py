@@ -50,9 +50,18 @@ class Settings:
 
 
 def choose_settings(
-    mode: str, manual: SparseConfig, policy: DensePolicy, backend: str, student: SparseConfig | None
+    mode: str,
+    manual: SparseConfig,
+    policy: DensePolicy,
+    backend: str,
+    student: SparseConfig | None,
+    student_file: str | None = None,
 ) -> Settings:
-    """Settings for mode "auto" or "manual". student: those that the model was fine-tuned with, if any."""
+    """Settings for mode "auto" or "manual".
+
+    student: those that the model was fine-tuned with, if it carries any. student_file: where its weights are
+    from, if they are a student's; a file may carry no settings.
+    """
     if mode == "manual":
         if student is not None and manual != student:
             log.warning(
@@ -62,9 +71,15 @@ def choose_settings(
                 student.top_p,
                 student.sparsity,
             )
-        return Settings(manual, policy, backend, "manual", student is not None)
+        return Settings(manual, policy, backend, "manual", student is not None or student_file is not None)
     if student is not None:
         return Settings(student, policy, backend, "auto: the student's own", True)
+    if student_file is not None:
+        log.warning(
+            "SpargeAttention2: the student %s carries no settings, so auto falls back to those for models "
+            "that are none; set settings to manual and the sliders to what its authors name.",
+            student_file,
+        )
     start = min(max(policy.start_percent, TRAINING_FREE_START), policy.end_percent)
     return Settings(
         TRAINING_FREE, replace(policy, start_percent=start), backend, "auto: training-free", False

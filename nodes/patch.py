@@ -127,5 +127,6 @@ class SpargeAttention2Patch(io.ComfyNode):
         blocks = 1 + max(layer.block for layer in layers)
         policy = DensePolicy(start_percent, end_percent, parse_layers(dense_layers, blocks), min_tokens)
         manual = SparseConfig(top_k, top_p, sparsity)
-        chosen = choose_settings(settings, manual, policy, backend, host.student_config(model))
+        student, file = host.student_config(model), host.student_file(model)
+        chosen = choose_settings(settings, manual, policy, backend, student, file)
         return io.NodeOutput(host.patch_self_attention(model, SparseAttention(chosen, layers)))

@@ -65,10 +65,8 @@ def load_full(student: Student, disable_dynamic: bool = False) -> ModelPatcher:
     if model is None:
         raise _unfit(student, "but ComfyUI has no model like it")
     _check_all_loaded(student, model, given)
-    model.cached_patcher_init = (
-        load_full,
-        (student,),
-    )  # by which ComfyUI loads it again, for another GPU say
+    # How to load the same weights once more, for another GPU say.
+    model.cached_patcher_init = (load_full, (student,))
     return model
 
 

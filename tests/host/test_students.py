@@ -11,7 +11,7 @@ import pytest
 from host import HostError, Server
 from sparge_core import SparseConfig
 
-from ..wan.files import diffusers_name, image_model, random_tensors, wan_model, write, write_hollow
+from ..wan.files import diffusers_name, random_tensors, wan_model, write, write_hollow
 
 # As ComfyUI's model code fixes them.
 WIDTHS = {"text": 4096, "freq": 256}
@@ -86,25 +86,42 @@ print(peak - before, sum(p.numel() * p.element_size() for p in parameters))
 """
 
 
+def available() -> float:
+    """Free memory of this machine in bytes; 0 where it is not told."""
+    meminfo = Path("/proc/meminfo")
+    lines = meminfo.read_text().splitlines() if meminfo.is_file() else []
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+
+
 @pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="memory is read from Linux's /proc")
 @pytest.mark.parametrize(
     ("dim", "dtype", "item_size", "flag"),
     [
         (640, "BF16", 2, "bf16_unet"),
         (640, "F8_E4M3", 1, "fp8_e4m3fn_unet"),
-        pytest.param(5120, "F8_E4M3", 1, "fp8_e4m3fn_unet", marks=pytest.mark.slow),
+        pytest.param(
+            5120,
+            "F8_E4M3",
+            1,
+            "fp8_e4m3fn_unet",
+            marks=[
+                pytest.mark.slow,
+                pytest.mark.timeout(1200),
+                pytest.mark.skipif(available() < 18e9, reason="needs 18 GB of free memory"),
+            ],
+        ),
     ],
 )
 def test_a_student_of_14b_shape_takes_its_size_in_memory(
     tmp_path: Path, in_host: Callable[..., str], dim: int, dtype: str, item_size: int, flag: str
 ) -> None:
     """Memory of the process's own, at its peak. Pages of the file itself are the system's to take back."""
-    shapes = image_model(dim=dim, ffn=dim * 27 // 10, layers=40, clip=1280, **WIDTHS)
+    shapes = wan_model(dim=dim, ffn=dim * 27 // 10, layers=40, **WIDTHS)
     renamed = {diffusers_name(key): shape for key, shape in shapes.items()}
     path = write_hollow(tmp_path / "student.safetensors", renamed, dtype, item_size)
     root = Path(__file__).resolve().parents[2]
     snippet = MEASURE.format(init=str(root / "__init__.py"), root=str(root), path=str(path), flag=flag)
-    peak, parameters = map(int, in_host(snippet, timeout=600).split()[-2:])
+    peak, parameters = map(int, in_host(snippet, timeout=1000).split()[-2:])
     size = path.stat().st_size
     assert parameters > 0.95 * size
     assert peak < 1.15 * size

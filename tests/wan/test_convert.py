@@ -169,7 +169,7 @@ def test_a_student_of_14b_shape_is_converted_on_the_disk_and_used_at_its_size(
     tmp_path: Path, dim: int
 ) -> None:
     """All proportions of Wan 14B, at an eighth of its width by default; in fp8, in diffusers' names."""
-    shapes = image_model(dim=dim, ffn=dim * 27 // 10, layers=40, text=4096, freq=256, clip=1280)
+    shapes = wan_model(dim=dim, ffn=dim * 27 // 10, layers=40, text=4096, freq=256)
     renamed = {diffusers_name(key): shape for key, shape in shapes.items()}
     path = write_hollow(tmp_path / "student.safetensors", renamed, "F8_E4M3", 1)
     size = path.stat().st_size

@@ -162,9 +162,18 @@ def test_names_of_every_family_are_known(kind: str, comfy: ModuleType) -> None:
     }
     with torch.device("meta"):
         model = classes[kind](
-            in_dim=36, dim=256, ffn_dim=512, num_heads=2, num_layers=5, text_dim=4096,
-            out_dim=16, device="meta", cross_attn_norm=True, operations=comfy.ops.disable_weight_init, dtype=torch.float32,
-        )  # fmt: skip
+            in_dim=36,
+            dim=256,
+            ffn_dim=512,
+            num_heads=2,
+            num_layers=5,
+            text_dim=4096,
+            out_dim=16,
+            cross_attn_norm=True,
+            operations=comfy.ops.disable_weight_init,
+            dtype=torch.float32,
+            device="meta",
+        )
     names = best_scheme([f"model.diffusion_model.{key}" for key in model.state_dict()])[1]
     targets = {name.target for name in names.values()}
     assert targets == set(model.state_dict())
@@ -263,6 +272,24 @@ def test_settings_travel_to_the_patch(
     assert rooms.host.patch_of(patched).settings.config == config
     assert rooms.host.student_file(patched) == "student.safetensors"
     sample(patched)
+
+
+def test_a_student_without_settings_is_warned_of_on_auto_and_not_on_manual(
+    file: Callable[..., str],
+    load_student: Loader,
+    patch: Loader,
+    sample: Sample,
+    rooms: Any,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    student = load_student(file(distilled()))
+    with caplog.at_level(logging.WARNING):
+        manual = patch(student, settings="manual", sparsity=0.95)
+        sample(manual)
+        assert "SpargeAttention2" not in caplog.text
+        assert not rooms.host.patch_of(manual).runs[-1].notes
+        patch(student, settings="auto")
+    assert "the student student.safetensors carries no settings" in caplog.text
 
 
 def test_another_student_on_top_replaces_the_settings(

@@ -374,7 +374,7 @@ METHODS: dict[str, Method] = {
     method.name: method
     for method in (
         Ours(),
-        Ours("ours-portable", "forward_mma"),
+        Ours("ours-portable", "mma"),
         Sdpa("sdpa-cudnn", SDPBackend.CUDNN_ATTENTION),
         Sdpa("sdpa-flash", SDPBackend.FLASH_ATTENTION),
         FlashAttention4("fa4"),

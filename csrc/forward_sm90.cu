@@ -74,7 +74,9 @@ struct Params {
 struct RowInfo {
   int row;        // -1: no more rows
   int tiles;
-  int last_keys;  // real keys in the row's last tile
+  int last_keys;  // real keys in the row's last tile; 0: the row keeps no block, and its one tile is zeros
+
+  DEVICE bool hides_keys(int tile) const { return tile + 1 == tiles && last_keys > 0 && last_keys < kTileKeys; }
 };
 
 struct Shared {
@@ -183,8 +185,9 @@ DEVICE void load_row(const Params& p, const Shared& s, int stage, int row, const
   const bool has_ragged = ragged_keys != 0 && (words[ragged_block / 32] >> (ragged_block % 32) & 1);
   volatile RowInfo* info = s.rows + stage;
   info->row = row;
-  info->tiles = (count + 1) / 2;
-  info->last_keys = (count % 2 == 0 ? kTileKeys : kBlockK) - (has_ragged ? kBlockK - ragged_keys : 0);
+  info->tiles = max((count + 1) / 2, 1);
+  info->last_keys =
+      count == 0 ? 0 : (count % 2 == 0 ? kTileKeys : kBlockK) - (has_ragged ? kBlockK - ragged_keys : 0);
 
   const u32 full = s.q_full + 8 * stage;
   barrier_arrive_expect(full, kQueryBytes);
@@ -216,6 +219,7 @@ DEVICE void produce(const Params& p, const Shared& s) {
     query.next();
 
     int unpaired = -1;
+    bool fed = false;
     for (int base = 0; base < p.words; base += 32) {
       const int ahead = base + 32 + lane;
       const u32 next_word = ahead < p.words ? words[ahead] : 0;
@@ -228,12 +232,13 @@ DEVICE void produce(const Params& p, const Shared& s) {
           } else {
             feeder.push(unpaired, block, at);
             unpaired = -1;
+            fed = true;
           }
         }
       }
       word = next_word;
     }
-    if (unpaired >= 0) feeder.push(unpaired, beyond, at);
+    if (unpaired >= 0 || !fed) feeder.push(unpaired >= 0 ? unpaired : beyond, beyond, at);
 
     // Taken only now: a ticket held through a long row would wait for it. The tiles in flight hide the latency.
     int taken = 0;
@@ -367,9 +372,9 @@ DEVICE void issue_output(float (&out)[kHeadDim / 2], const u32 (&p)[32], u64 val
 }
 
 // Normalises a finished row and hands it to TMA through the warp's 16 rows of the Q stage, which nothing reads any more.
-DEVICE void store_row(const Params& p, u32 staging, const float (&out)[kHeadDim / 2], const Softmax& state, int row,
-                      int token, int lane) {
-  const Place at = place_of(row, p);
+DEVICE void store_row(const Params& p, u32 staging, const float (&out)[kHeadDim / 2], const Softmax& state,
+                      const RowInfo& row, int token, int lane) {
+  const Place at = place_of(row.row, p);
   float inverse[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -377,8 +382,8 @@ DEVICE void store_row(const Params& p, u32 staging, const float (&out)[kHeadDim 
     inverse[r] = 1.f / sum;
     const int query = token + lane / 4 + 8 * r;
     if (lane % 4 == 0 && query < p.query_length)
-      p.lse[static_cast<i64>(row / p.query_blocks) * p.query_length + query] =
-          state.reference[r] * p.scale_log2 + log2_approx(sum);
+      p.lse[static_cast<i64>(row.row / p.query_blocks) * p.query_length + query] =
+          row.last_keys == 0 ? -kInfinity : state.reference[r] * p.scale_log2 + log2_approx(sum);
   }
 #pragma unroll
   for (int chunk = 0; chunk < kHeadDim / 8; chunk += 2) {
@@ -463,7 +468,7 @@ struct Consumer {
     pin(scores);
     if (lane == 0) barrier_arrive(s.k_empty + 8 * key.stage);
     key.next();
-    if (row.tiles == 1) hide_keys_from(scores, row.last_keys, lane);
+    if (row.hides_keys(0)) hide_keys_from(scores, row.last_keys, lane);
     state.reset();
     float rescale[2];
     softmax_tile(probabilities, scores, state, rescale, p.scale_log2, true);
@@ -496,7 +501,7 @@ struct Consumer {
     const Softmax done = state;
     const int next_tile = row_ends ? 0 : tile + 1;
     if (row_ends) state.reset();
-    if (next_tile + 1 == next.tiles && next.last_keys < kTileKeys) hide_keys_from(scores, next.last_keys, lane);
+    if (next.hides_keys(next_tile)) hide_keys_from(scores, next.last_keys, lane);
     float rescale[2];
     const bool raised = softmax_tile(following, scores, state, rescale, p.scale_log2, row_ends);
 
@@ -508,7 +513,7 @@ struct Consumer {
     if (row_ends) {
       const int within = kGroup * kGroupRows + warp * 16;
       const u32 staging = s.query(query.stage) + kGroup * kQueryGroupBytes + warp * 16 * kSlabRowBytes;
-      store_row(p, staging, out, done, row.row, row.row % p.query_blocks * kBlockQ + within, lane);
+      store_row(p, staging, out, done, row, row.row % p.query_blocks * kBlockQ + within, lane);
       storing = true;
     } else if (raised) {
 #pragma unroll

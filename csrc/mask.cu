@@ -130,8 +130,8 @@ constexpr int kPoolStep = kPoolThreads / kPoolLanes;       // tokens loaded side
 constexpr int kPoolLoads = kPoolTokens / kPoolStep;        // loads of a thread, all in flight together
 static_assert(kPoolTokens == kBlockQ && kPoolTokens == 2 * kBlockK, "a thread block pools whole mask blocks");
 
-// Means of one tensor, each as two half-precision numbers: mean = (high + low) * unit with 22 significant bits, `unit` a
-// power of two that suits the row's largest channel.
+// Means of one tensor, each as two half-precision numbers: mean = (high + low) * unit with 22 significant bits, `unit`
+// a power of two that suits the row's largest channel.
 struct SplitMeans {
   u16* parts;    // (B * H * n, 2, D): high, low
   float* units;  // (B * H * n,)
@@ -354,8 +354,8 @@ extern "C" __global__ void __launch_bounds__(kScoreThreads, 2) pooled_scores(con
 
   const int warp = threadIdx.x / kWarp, lane = lane_id();
   const int warp_q = warp % 4 * 32, warp_k = warp / 4 * 32;
-  // Matrices of an a fragment: (rows 0 to 7, k 0 to 7), (8 to 15, 0 to 7), (0 to 7, 8 to 15), (8 to 15, 8 to 15); of two
-  // b fragments: the same with the middle ones swapped.
+  // Matrices of an a fragment: (rows 0 to 7, k 0 to 7), (8 to 15, 0 to 7), (0 to 7, 8 to 15), (8 to 15, 8 to 15); of
+  // two b fragments: the same with the middle ones swapped.
   const int matrix = lane / 8, matrix_row = lane % 8;
   const u32 a_address = shared + (warp_q + matrix % 2 * 8 + matrix_row) * (kSlab * 2) + (matrix / 2 ^ matrix_row) * 16;
   const u32 b_address =
@@ -425,7 +425,7 @@ extern "C" __global__ void __launch_bounds__(kScoreThreads, 2) pooled_scores(con
 // ---------------------------------------------------------------------------------------------------------------------
 // Top-k united with Top-p
 
-constexpr int kMaxSelectThreads = 256;  // up to 8192 key blocks
+constexpr int kMaxSelectThreads = 512;  // up to 8192 key blocks
 constexpr int kSelectBins = 256;        // of descending score
 constexpr int kLaneBins = kSelectBins / kWarp;
 constexpr int kSampled = 8;    // registers that the range of the bins is taken from
@@ -538,7 +538,8 @@ struct StoredRow {
 
   // Finds the cut among scores from `lowest` to `highest` that are too many for `Candidates`, as outliers or repeated
   // blocks make them: halves the range until few entries, or entries of one score only, are left.
-  DEVICE Cut search_range(Search search, float lowest, float highest, Candidates& candidates, const SelectParams& p) const {
+  DEVICE Cut search_range(
+      Search search, float lowest, float highest, Candidates& candidates, const SelectParams& p) const {
     using Threads = RowThreads<kOneWarp>;
     u32 low = ordered_key(lowest) - 1, high = ordered_key(highest);  // all above `high` are kept, none up to `low` is
 #pragma unroll 1
@@ -711,7 +712,7 @@ extern "C" __global__ void __launch_bounds__(kWarp, 16) select_blocks_1280(const
 
 extern "C" __global__ void __launch_bounds__(kMaxSelectThreads, 2)
     select_blocks_8192(const __grid_constant__ SelectParams p) {
-  select_blocks<32, false>(p);
+  select_blocks<16, false>(p);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -723,10 +724,10 @@ extern "C" __global__ void __launch_bounds__(kMaxSelectThreads, 2)
 constexpr int kRankBins = 1024;
 constexpr int kBinVectors = kRankBins / 4;
 constexpr int kBinSpace = kBinVectors + kBinVectors / 4 + 1;  // vectors: a gap after every fourth, and one past the end
-constexpr int kRankValues = 20;       // entries of a thread
-constexpr int kRankSampled = 4;       // registers that the range of the bins is taken from
-constexpr int kMaxRankThreads = 512;  // up to 8192 key blocks
-constexpr float kRankSpread = 3.f;    // bins cover the mean and so many standard deviations on either side
+constexpr int kRankValues = 10;        // entries of a thread
+constexpr int kRankSampled = 2;        // registers that the range of the bins is taken from
+constexpr int kMaxRankThreads = 1024;  // up to 8192 key blocks
+constexpr float kRankSpread = 3.f;     // bins cover the mean and so many standard deviations on either side
 constexpr u32 kFloorCell = 0;     // kept by Top-k; the mass before every other entry is at least 1
 constexpr u32 kNoCell = 0xffffffffu;  // padding of a row
 
@@ -754,7 +755,7 @@ DEVICE u32 bin_place(u32 bin) { return bin + bin / 16 * 4; }
 
 // One thread block a row. Entries are dropped into bins of descending score; the exact order is then only a matter
 // within each bin, where every entry looks at the few others. Entry i * threads + thread is in register i.
-extern "C" __global__ void __launch_bounds__(kMaxRankThreads, 2) rank_blocks(const __grid_constant__ RankParams p) {
+extern "C" __global__ void __launch_bounds__(kMaxRankThreads) rank_blocks(const __grid_constant__ RankParams p) {
   struct Summary {
     float highest, lowest, entries, sum, squares;
   };
@@ -1012,10 +1013,27 @@ DEVICE int length_class(float means) {
   return kClasses - 1 - min(static_cast<int>(means * (kLightClasses / kLight)), kLightClasses - 1);
 }
 
+// Calls visit(row, length class, rank, size) for the rows of a head, one a lane at a time; a warp takes neighbouring
+// rows, so that those of a class keep their order. rank: among the warp's 32 rows, within the class; size: rows of the
+// class there, for the one of rank 0, otherwise 0. Not a generic lambda: older NVRTC takes those for host code.
+template <class ClassOf, class Visit>
+DEVICE void each_chunk(int n_q, ClassOf class_of, Visit visit) {
+  const int warp = threadIdx.x / kWarp, chunks = ceil_div(n_q, kOrderThreads);
+#pragma unroll 1
+  for (int chunk = 0; chunk < chunks; ++chunk) {
+    const int row = (warp * chunks + chunk) * kWarp + lane_id();
+    const int length = row < n_q ? class_of(row) : kClasses;
+    const u32 peers = __match_any_sync(kAllLanes, length);
+    const int rank = __popc(peers & ((1u << lane_id()) - 1));
+    visit(row, length, rank, rank == 0 ? __popc(peers) : 0);
+    __syncwarp();
+  }
+}
+
 // Heavy rows of all heads first, longest first: started late, one of them would keep a few multiprocessors busy alone.
-// Then head by head, so that its keys and values stay in the cache, longest first within a head. Light rows of all heads
-// come last, so that the multiprocessors, which reach them at different times, end together. Rows of a class stay in
-// their order. One thread block places the rows of one head.
+// Then head by head, so that its keys and values stay in the cache, longest first within a head. Light rows of all
+// heads come last, so that the multiprocessors, which reach them at different times, end together. Rows of a class
+// stay in their order. One thread block places the rows of one head.
 extern "C" __global__ void __launch_bounds__(kOrderThreads) order_rows(const __grid_constant__ OrderParams p) {
   __shared__ u32 places[kClasses * kOrderWarps];  // rows of a class and a warp, then where the next one goes
   __shared__ u32 class_rows[kClasses], rows_before[kClasses];  // of all heads, of the heads before this one; not middle
@@ -1041,22 +1059,10 @@ extern "C" __global__ void __launch_bounds__(kOrderThreads) order_rows(const __g
     }
   }
 
-  // A warp takes neighbouring rows of the head, one a lane at a time, so that rows of a class keep their order.
-  const int chunks = ceil_div(n_q, kOrderThreads);
-  const auto each_chunk = [&](auto visit) {
-#pragma unroll 1
-    for (int chunk = 0; chunk < chunks; ++chunk) {
-      const int row = (warp * chunks + chunk) * kWarp + lane_id();
-      const int length = row < n_q ? class_of(head * n_q + row) : kClasses;
-      const u32 peers = __match_any_sync(kAllLanes, length);
-      const int rank = __popc(peers & ((1u << lane_id()) - 1));  // among the chunk's rows of this class
-      visit(row, length, rank, rank == 0 ? __popc(peers) : 0);
-      __syncwarp();
-    }
-  };
+  const auto class_in_head = [&](int row) { return class_of(head * n_q + row); };
   for (int i = thread; i < kClasses * kOrderWarps; i += kOrderThreads) places[i] = 0;
   __syncthreads();
-  each_chunk([&](int row, int length, int rank, int size) {
+  each_chunk(n_q, class_in_head, [&](int row, int length, int rank, int size) {
     if (row < n_q && rank == 0) places[length * kOrderWarps + warp] += size;
   });
   __syncthreads();
@@ -1093,7 +1099,7 @@ extern "C" __global__ void __launch_bounds__(kOrderThreads) order_rows(const __g
     offsets[thread] = place - static_cast<int>(places[(is_middle(thread) ? kFirstMiddle : thread) * kOrderWarps]);
   }
   __syncthreads();
-  each_chunk([&](int row, int length, int rank, int size) {
+  each_chunk(n_q, class_in_head, [&](int row, int length, int rank, int size) {
     if (row < n_q) p.order[offsets[length] + places[length * kOrderWarps + warp] + rank] = head * n_q + row;
     __syncwarp();
     if (row < n_q && rank == 0) places[length * kOrderWarps + warp] += size;

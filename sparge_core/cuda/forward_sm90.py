@@ -28,7 +28,8 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Attention of q (B, H, Lq, D) over the kept blocks of k, v (B, H, Lk, D), all float16 or all bfloat16.
 
-    D is 64 or 128. bits, counts, order: as `BlockMask` holds them; every row keeps at least one block.
+    D is 64 or 128. bits, counts, order: as `BlockMask` holds them. A row without blocks gives
+    zeros and an LSE of -inf.
     Returns the output, laid out as `torch.empty_like(q)`, and the LSE in base 2, fp32 (B, H, Lq).
     """
     out = torch.empty_like(q)

@@ -30,11 +30,11 @@ _ORDER = struct.Struct("<QQ ii")
 
 _TILE_Q, _TILE_K, _SCORE_THREADS = 128, 64, 256
 _MEANS_THREADS = 128
-_SELECT_8192_VALUES = 32  # scores that a thread of `select_blocks_8192` holds; the others take one warp a row
+_SELECT_8192_VALUES = 16  # scores that a thread of `select_blocks_8192` holds; the others take one warp a row
 _MASS_UNITS = 2**31  # of a row's softmax
 _ALL_MASS = 2**32 - 1
 
-_RANK_BIN_BYTES, _RANK_VALUES, _RANK_MIN_THREADS = 2 * 16 * 321, 20, 64
+_RANK_BIN_BYTES, _RANK_VALUES, _RANK_MIN_THREADS = 2 * 16 * 321, 10, 128
 _DIGIT_ROUNDS, _DIGITS_OF_ROUND, _DIGIT_THREADS = 3, 2048, 512
 _SEARCH_BYTES = 8 * _DIGIT_ROUNDS * _DIGITS_OF_ROUND + 16 * _DIGIT_ROUNDS  # of a sample
 _KEEP_THREADS = 256

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from .keys import INTEGER_WEIGHT, METHODS
 
 SUFFIXES = (".safetensors", ".sft")
 PICKLE_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".pkl", ".pt2")
@@ -124,14 +127,30 @@ def _not_safetensors(path: Path, start: bytes) -> StudentError:
     if looks is None and path.suffix.lower() in PICKLE_SUFFIXES:
         looks = "a pickle, by its suffix"
     if looks is not None and "pickle" in looks:
-        return refusal(
-            path,
-            f"looks like {looks}",
-            "A pickle can run any program when it is opened, so it was not opened: look for a .safetensors "
-            "file of the same weights, or convert it on a machine where that does no harm.",
+        unopened = "A pickle can run any program when it is opened, so it was not opened"
+        if lacking := _named_inside(path):
+            do = f"{unopened}; as a .safetensors file it could not run here either: use the nodes of that method."
+            return refusal(path, f"looks like {looks} with parameters of {lacking}", do)
+        do = (
+            f"{unopened}: look for a .safetensors file of the weights, or convert it where that does no harm."
         )
+        return refusal(path, f"looks like {looks}", do)
     looks = looks or "no kind of file known here"
     return refusal(path, f"looks like {looks}", "Download the .safetensors file.")
+
+
+def _named_inside(path: Path) -> str:
+    """Other methods whose parameters a PyTorch archive names: in plain text, so that nothing is unpickled."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            index = next(name for name in archive.namelist() if name.endswith("data.pkl"))
+            with archive.open(index) as file:
+                text = file.read(MAX_HEADER).decode("latin-1")
+    except (OSError, ValueError, StopIteration, NotImplementedError, RuntimeError, zipfile.BadZipFile):
+        return ""
+    found = [method.name for method in METHODS if method.parameters and method.parameters.search(text)]
+    found += ["8-bit linear layers"] if INTEGER_WEIGHT.search(text) else []
+    return " and ".join(found)
 
 
 def _bytes(count: int) -> str:

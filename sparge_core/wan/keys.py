@@ -406,7 +406,7 @@ METHODS = (
 # A parameter inside a self-attention that neither Wan nor a method above has: of a method unknown here.
 IN_SELF_ATTENTION = re.compile(r"blocks[._]\d+[._](?:self_attn|attn1)[._]")
 # 8-bit linear layers as TurboDiffusion and its conversions write them.
-INTEGER_WEIGHT = re.compile(r"[._]int8_weight$")
+INTEGER_WEIGHT = re.compile(r"[._]int8_weight")
 
 # What the metadata of plain block-sparse students calls the share of blocks kept or skipped, and the blocks.
 KEPT = ("sla_topk", "topk", "top_k", "topk_ratio")

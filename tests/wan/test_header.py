@@ -117,6 +117,23 @@ def test_no_pickle_is_opened_whatever_its_name(tmp_path: Path, suffix: str, prot
         assert "not opened" in text
 
 
+@pytest.mark.parametrize(
+    ("key", "named"),
+    [
+        ("blocks.0.self_attn.attn_op.local_attn.proj_l.weight", "parameters of SLA"),
+        ("blocks.0.to_gate_compress.weight", "parameters of VSA"),
+        ("blocks.0.ffn.0.int8_weight", "parameters of 8-bit linear layers"),
+        ("blocks.0.ffn.0.weight", "a zip archive, as .pt, .pth and .ckpt files are); expected"),
+    ],
+)
+def test_a_pickle_of_another_method_is_named_without_opening_it(tmp_path: Path, key: str, named: str) -> None:
+    path = tmp_path / "student.pth"
+    torch.save({key: torch.zeros(2), "bomb": Bomb()}, path)
+    assert named in message(path)
+    path.write_bytes(path.read_bytes()[:-40])  # no longer a whole archive
+    assert "pickle" in message(path)
+
+
 def test_a_safetensors_file_under_a_pickles_suffix_is_refused(save: Save) -> None:
     """ComfyUI's own loader would go by the suffix."""
     text = message(save(wan_model(), name="student.pt"))

@@ -295,6 +295,7 @@ def test_float32_runs_dense_unless_the_kernels_are_asked_for_by_name(kernels: Ke
     assert choose(q, k, v, "cuda") == backends.Choice("cuda", cast=torch.bfloat16)
     out = sparse_attention(q, k, v, CONFIG, backend="cuda")
     assert kernels.dtypes == [torch.bfloat16]
+    assert out.dtype == torch.float32
     halves = [x.bfloat16() for x in (q, k, v)]
     assert torch.equal(
         out, reference.attention(*halves, reference.block_mask(halves[0], halves[1], CONFIG)).float()

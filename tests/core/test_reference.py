@@ -206,6 +206,7 @@ def test_a_wan_480p_layer_runs_in_8_gib_on_a_cpu() -> None:
     """32,760 tokens x 12 heads x 128; an L x L tensor of one head alone would take 4 GiB."""
     program = """
 import resource, torch
+torch.set_num_threads(1)
 from sparge_core import SparseConfig, reference
 q, k, v = (torch.randn(1, 12, 32_760, 128) for _ in range(3))
 mask = reference.block_mask(q, k, SparseConfig(sparsity=0.95))

@@ -111,10 +111,12 @@ def fingerprint(latent: Any) -> Tensor | None:
 
 def show_text(node_id: str | None, text: str) -> None:
     """Show text under a node in the browser; without a server or a graph, nowhere."""
-    from server import PromptServer  # not in the process of a test or a script until it is asked for
+    if node_id is None:
+        return
+    from server import PromptServer  # which is only there where ComfyUI's server runs
 
     server = getattr(PromptServer, "instance", None)
-    if server is not None and node_id is not None:
+    if server is not None:
         server.send_progress_text(text, node_id)
 
 

@@ -36,7 +36,7 @@ class SpargeSparsityReport(io.ComfyNode):
                 io.String.Output("text", tooltip="The numbers, to read."),
                 io.String.Output("json", tooltip="The numbers, for scripts."),
             ],
-            hidden=[io.Hidden.prompt, io.Hidden.extra_pnginfo],
+            hidden=[io.Hidden.prompt, io.Hidden.extra_pnginfo, io.Hidden.unique_id],
         )
 
     @classmethod
@@ -63,6 +63,7 @@ class SpargeSparsityReport(io.ComfyNode):
                 "Note: no run of this model made this latent, so these are the numbers of its latest run."
             )
         text = "\n".join(lines)
+        host.show_text(getattr(cls.hidden, "unique_id", None), text)
         image = torch.from_numpy(plot(run.summary))[None]
         shown = {**ui.PreviewImage(image, cls=cls).as_dict(), **ui.PreviewText(text).as_dict()}
         return io.NodeOutput(image, text, json.dumps(attention.account(run)), ui=shown)

@@ -65,7 +65,12 @@ OPTIONS = ("--std=c++17", "--diag-suppress=177")
 
 # (module, variant, architecture) -> why its kernels may spill registers or use a stack frame. The build fails
 # on any other.
-ALLOWED_SPILLS: dict[tuple[str, Variant, str], str] = {}
+_LONG_ROWS = (
+    "select_blocks_8192, which only sequences of more than 81,920 tokens need, spills 12 bytes once a row"
+)
+ALLOWED_SPILLS: dict[tuple[str, Variant, str], str] = {
+    ("mask", variant, "sm_80"): _LONG_ROWS for variant in VARIANTS
+}
 
 
 def shipped_architecture(capability: tuple[int, int]) -> str | None:

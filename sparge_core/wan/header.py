@@ -129,11 +129,9 @@ def _not_safetensors(path: Path, start: bytes) -> StudentError:
     if looks is not None and "pickle" in looks:
         unopened = "A pickle can run any program when it is opened, so it was not opened"
         if lacking := _named_inside(path):
-            do = f"{unopened}; as a .safetensors file it could not run here either: use the nodes of that method."
+            do = f"{unopened}; as .safetensors it could not run here either: use the nodes of that method."
             return refusal(path, f"looks like {looks} with parameters of {lacking}", do)
-        do = (
-            f"{unopened}: look for a .safetensors file of the weights, or convert it where that does no harm."
-        )
+        do = f"{unopened}: look for its weights as .safetensors, or convert it where that does no harm."
         return refusal(path, f"looks like {looks}", do)
     looks = looks or "no kind of file known here"
     return refusal(path, f"looks like {looks}", "Download the .safetensors file.")

@@ -177,6 +177,7 @@ def with_header(path: Path, header: object, data: int) -> Path:
         b"{\xff\xfe}",
         {"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}},
         {"a": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}},
+        {"a": {"dtype": "F32", "shape": [1], "data_offsets": [1, 4]}},
         {"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4, 8]}},
         {"a": {"dtype": "F32", "shape": 1, "data_offsets": [0, 4]}},
         {"a": {"dtype": "F32", "shape": ["1"], "data_offsets": [0, 4]}},
@@ -187,7 +188,7 @@ def with_header(path: Path, header: object, data: int) -> Path:
             "b": {"dtype": "F32", "shape": [1], "data_offsets": [2, 6]},
         },
     ],
-    ids=range(10),
+    ids=range(11),
 )
 def test_damaged_headers_are_refused(tmp_path: Path, header: object) -> None:
     assert "damaged header" in message(with_header(tmp_path / "a.safetensors", header, 8))

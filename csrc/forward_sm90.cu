@@ -64,7 +64,7 @@ struct Params {
   const u32* bits;    // (row, mask word)
   const int* counts;  // (row)
   const int* order;   // (row): the row that each ticket stands for
-  int* ticket;        // zero at launch
+  int* ticket;        // zero at launch, and again afterwards
   int rows, heads, query_blocks;
   int query_length, key_length;
   int words;          // mask words of a row
@@ -242,7 +242,10 @@ DEVICE void produce(const Params& p, const Shared& s) {
 
     // Taken only now: a ticket held through a long row would wait for it. The tiles in flight hide the latency.
     int taken = 0;
-    if (lane == 0) taken = atomicAdd(p.ticket, 1);
+    if (lane == 0) {
+      taken = atomicAdd(p.ticket, 1);
+      if (taken == p.rows - 1) *p.ticket = 0;  // every block of threads has taken its last one
+    }
     ticket = gridDim.x + __shfl_sync(kWarp, taken, 0);
   }
   feeder.flush();

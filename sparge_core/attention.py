@@ -25,8 +25,10 @@ def block_mask(q: Tensor, k: Tensor, config: SparseConfig, *, scale: float | Non
     if reason is not None:
         raise ValueError(f"A block mask {reason}.")
     q, k = q.detach(), k.detach()
-    by_kernels = backends.CUDA.why_not(q, k, k) is None
-    return _block_mask(q, k, config, q.shape[-1] ** -0.5 if scale is None else scale, by_kernels)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if backends.CUDA.why_not(q, k, k) is None:
+        return backends.cuda_kernels().block_mask(q, k, config, scale)
+    return reference.block_mask(q, k, config, scale=scale)
 
 
 def sparse_attention(
@@ -57,13 +59,7 @@ def sparse_attention(
     if mask is not None:
         backends.check_mask(q, k, mask)
     elif choice.name == "cuda":  # what serves the attention serves the mask: no need to ask again
-        mask = _block_mask(q, k, config, scale, by_kernels=True)
+        return backends.cuda_kernels().sparse_attention(q, k, v, config, scale).to(dtype)
     else:
         mask = block_mask(q, k, config, scale=scale)
     return backends.BACKENDS[choice.name].run(q, k, v, mask, scale).to(dtype)
-
-
-def _block_mask(q: Tensor, k: Tensor, config: SparseConfig, scale: float, by_kernels: bool) -> BlockMask:
-    if by_kernels:
-        return backends.cuda_kernels().block_mask(q, k, config, scale)
-    return reference.block_mask(q, k, config, scale=scale)

@@ -68,10 +68,9 @@ class Driver:
                 f"{version_text(MINIMUM_VERSION)} is needed: update the NVIDIA driver"
             )
         self._check(library.cuInit(0), "initialising the NVIDIA driver")
-        # The raw functions of the hot path. They return the driver's code; without argtypes, a call with
+        # The raw function of the hot path. It returns the driver's code; without argtypes, a call with
         # ready-made ctypes objects costs less than half.
         self.launch = library.cuLaunchKernel
-        self.fill_words = library.cuMemsetD32Async
 
     def _check(self, code: int, what: str) -> None:
         if code == SUCCESS:

@@ -8,6 +8,7 @@ import struct
 import torch
 from torch import Tensor
 
+from ..geometry import BLOCK_Q, num_blocks
 from . import launch
 
 _MODULE = "forward_mma"
@@ -49,18 +50,45 @@ def forward_into(
     scale: float,
 ) -> None:
     """As `forward`, into an `out` of q's shape and even strides, and a contiguous `lse`."""
+    enqueue(
+        out,
+        launch.aligned(q),
+        launch.aligned(k),
+        launch.aligned(v),
+        scale,
+        lse=lse.data_ptr(),
+        bits=bits.data_ptr(),
+        counts=counts.data_ptr(),
+        order=order.data_ptr(),
+    )
+
+
+def enqueue(
+    out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    *,
+    lse: int,
+    bits: int,
+    counts: int,
+    order: int,
+) -> None:
+    """As `forward_into`, of aligned q, k and v; the others are addresses."""
+    batch, heads, q_len, head_dim = q.shape
     device = q.device.index
-    wide = q.shape[3] == 128 and launch.device(device).capability in _WIDE_CAPABILITIES
+    wide = head_dim == 128 and launch.device(device).capability in _WIDE_CAPABILITIES
     name = "forward_mma_wide" if wide else "forward_mma"
-    kernel = launch.kernel(_MODULE, name, device, q.dtype, q.shape[3])
-    q, k, v = launch.aligned(q), launch.aligned(k), launch.aligned(v)
+    kernel = launch.kernel(_MODULE, name, device, q.dtype, head_dim)
     params = _PARAMS.pack(
         q.data_ptr(), *q.stride()[:3],
         k.data_ptr(), *k.stride()[:3],
         v.data_ptr(), *v.stride()[:3],
         out.data_ptr(), *out.stride()[:3],
-        lse.data_ptr(), bits.data_ptr(), counts.data_ptr(), order.data_ptr(),
-        q.shape[1], q.shape[2], k.shape[2], scale * _LOG2_E,
+        lse, bits, counts, order,
+        heads, q_len, k.shape[2], scale * _LOG2_E,
     )  # fmt: skip
     shared_bytes = _WIDE_SHARED_BYTES if wide else _SHARED_BYTES
-    kernel((counts.numel(), 1, 1), _THREADS, shared_bytes, launch.stream(device), params)
+    rows = batch * heads * num_blocks(q_len, BLOCK_Q)
+    kernel((rows, 1, 1), _THREADS, shared_bytes, launch.stream(device), params)

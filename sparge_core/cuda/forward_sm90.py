@@ -8,13 +8,15 @@ import struct
 import torch
 from torch import Tensor
 
-from ..geometry import BLOCK_Q, num_blocks
+from ..geometry import BLOCK_K, BLOCK_Q, WORD_BITS, num_blocks
 from . import launch
 
 # struct Params: tensor maps of q, k, v, out; lse, bits, counts, order, ticket; rows, heads, query blocks,
 # query and key length, mask words of a row; scale in powers of two.
 _PARAMS = struct.Struct("<128s128s128s128s5Q6if")
 
+_LOG2_E = math.log2(math.e)
+_ELEMENT_BYTES = 2
 _THREADS = 384  # one producer warpgroup and two consumers
 _LOAD_ROWS = 64  # tokens of a q, k or v box
 _STORE_ROWS = 16  # tokens of an output box
@@ -50,33 +52,56 @@ def forward_into(
     scale: float,
 ) -> None:
     """As `forward`, into an aligned `out` of q's shape and a contiguous `lse`."""
+    enqueue(
+        out,
+        launch.aligned(q),
+        launch.aligned(k),
+        launch.aligned(v),
+        scale,
+        lse=lse.data_ptr(),
+        bits=bits.data_ptr(),
+        counts=counts.data_ptr(),
+        order=order.data_ptr(),
+    )
+
+
+def enqueue(
+    out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    *,
+    lse: int,
+    bits: int,
+    counts: int,
+    order: int,
+) -> None:
+    """As `forward_into`, of aligned tensors; the others are addresses."""
     batch, heads, q_len, head_dim = q.shape
+    k_len, index = k.shape[2], q.device.index
     q_blocks = num_blocks(q_len, BLOCK_Q)
     rows = batch * heads * q_blocks
-    index = q.device.index
     stream = launch.stream(index)
     kernel = launch.kernel("forward_sm90", "forward_sm90", index, q.dtype, head_dim)
-
-    q, k, v = launch.aligned(q), launch.aligned(k), launch.aligned(v)
-    ticket = torch.empty(1, dtype=torch.int32, device=q.device)
-    launch.zero(ticket, stream)
+    ticket = launch.counter(q.device, stream)
     params = _PARAMS.pack(
         launch.tensor_map(q, _LOAD_ROWS),
         launch.tensor_map(k, _LOAD_ROWS),
         launch.tensor_map(v, _LOAD_ROWS),
         launch.tensor_map(out, _STORE_ROWS),
-        lse.data_ptr(),
-        bits.data_ptr(),
-        counts.data_ptr(),
-        order.data_ptr(),
+        lse,
+        bits,
+        counts,
+        order,
         ticket.data_ptr(),
         rows,
         heads,
         q_blocks,
         q_len,
-        k.shape[2],
-        bits.shape[3],
-        scale * math.log2(math.e),
+        k_len,
+        num_blocks(num_blocks(k_len, BLOCK_K), WORD_BITS),
+        scale * _LOG2_E,
     )
-    shared_bytes = _TILES * _TILE_TOKENS * head_dim * q.element_size() + _CONTROL_BYTES
+    shared_bytes = _TILES * _TILE_TOKENS * head_dim * _ELEMENT_BYTES + _CONTROL_BYTES
     kernel((min(rows, kernel.device.multiprocessors), 1, 1), _THREADS, shared_bytes, stream, params)

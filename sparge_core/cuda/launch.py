@@ -203,21 +203,34 @@ class Kernel:
         self._shared_limit = size
 
 
-def zero(tensor: Tensor, stream: int) -> None:
-    """Zeroes a contiguous tensor of 32-bit elements on a stream of its device; cheaper than `zero_`."""
-    owner, api = device(tensor.device.index), driver.get()
-    code = _submit(
-        owner,
-        api.fill_words,
-        ctypes.c_void_p(tensor.data_ptr()),
-        0,
-        ctypes.c_size_t(tensor.numel()),
-        _pointer(stream),
-    )
-    if code != driver.SUCCESS:
-        raise LaunchError(
-            f"{tensor.numel()} words on GPU {owner.index} were not zeroed: {api.error_text(code)}"
-        )
+_counters: dict[tuple[torch.device, int], Tensor] = {}
+
+
+def counter(device: torch.device, stream: int) -> Tensor:
+    """An int32 that is zero, for a kernel on torch's current `stream` of the device to count with.
+
+    The kernel must leave it at zero: the next launch on the stream gets the same one. A launch that a CUDA
+    graph records gets its own, because the graph may be replayed on any stream.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(1, dtype=torch.int32, device=device)
+    found = _counters.get((device, stream))
+    if found is None:
+        found = _counters.setdefault((device, stream), torch.zeros(1, dtype=torch.int32, device=device))
+    return found
+
+
+class Parts:
+    """Lays arrays out one behind the other, each from a multiple of 256 bytes on, as whole memory sectors."""
+
+    def __init__(self) -> None:
+        self.size = 0
+
+    def add(self, size: int) -> int:
+        """Offset of an array of `size` bytes."""
+        offset = self.size
+        self.size += -(-size // 256) * 256
+        return offset
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,10 @@ Everything that depends on the tensors' values is decided on the GPU; nothing wa
 
 from __future__ import annotations
 
+import functools
 import math
 import struct
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -43,6 +45,62 @@ _BLOCKS_PER_MULTIPROCESSOR = 4  # of the kernels that loop over their input
 _ORDER_THREADS = 1024
 
 
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of one problem, and where in a scratch buffer its intermediate arrays begin, in bytes."""
+
+    n_q: int
+    n_k: int
+    rows: int  # of all samples and heads
+    words: int  # of bits of a row
+    pitch: int  # of a row of scores
+    floor: int  # key blocks that Top-k keeps of a row
+    beyond_floor: (
+        int  # key blocks that a target sparsity keeps of a sample besides them; 0: no target decides
+    )
+    q_means: int
+    q_units: int
+    k_means: int
+    k_units: int
+    scores: int
+    searches: int
+    scratch_bytes: int
+
+
+@functools.lru_cache(maxsize=64)
+def layout(
+    batch: int, heads: int, q_len: int, k_len: int, head_dim: int, top_k: float, sparsity: float
+) -> Layout:
+    """Raises ValueError for more than 8192 key blocks."""
+    n_q, n_k = num_blocks(q_len, BLOCK_Q), num_blocks(k_len, BLOCK_K)
+    if n_k > MAX_KEY_BLOCKS:
+        raise ValueError(
+            f"The CUDA mask takes up to {MAX_KEY_BLOCKS * BLOCK_K} key tokens and got {k_len}; "
+            'choose the back end "reference" for longer sequences.'
+        )
+    rows, words = batch * heads * n_q, num_blocks(n_k, WORD_BITS)
+    floor, beyond_floor = top_k_blocks(top_k, n_k), 0
+    if sparsity > 0.0:
+        beyond_floor = max(target_blocks(sparsity, heads * n_q * n_k) - heads * n_q * floor, 0)
+    parts = launch.Parts()
+    return Layout(
+        n_q=n_q,
+        n_k=n_k,
+        rows=rows,
+        words=words,
+        pitch=words * WORD_BITS,
+        floor=floor,
+        beyond_floor=beyond_floor,
+        q_means=parts.add(rows * head_dim * 4),
+        q_units=parts.add(rows * 4),
+        k_means=parts.add(batch * heads * n_k * head_dim * 4),
+        k_units=parts.add(batch * heads * n_k * 4),
+        scores=parts.add(rows * words * WORD_BITS * 4),
+        searches=parts.add(batch * _SEARCH_BYTES if beyond_floor else 0),
+        scratch_bytes=parts.size,
+    )
+
+
 def block_mask(
     q: Tensor, k: Tensor, top_k: float, top_p: float, sparsity: float, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -54,35 +112,50 @@ def block_mask(
     `BlockMask`. Raises ValueError for more than 8192 key blocks.
     """
     batch, heads, q_len, head_dim = q.shape
-    k_len = k.shape[2]
-    n_q, n_k = num_blocks(q_len, BLOCK_Q), num_blocks(k_len, BLOCK_K)
-    if n_k > MAX_KEY_BLOCKS:
-        raise ValueError(
-            f"The CUDA mask takes up to {MAX_KEY_BLOCKS * BLOCK_K} key tokens and got {k_len}; "
-            'choose the back end "reference" for longer sequences.'
-        )
-    index = q.device.index
-    stream = launch.stream(index)
-    q, k = launch.aligned(q), launch.aligned(k)
-    rows = batch * heads * n_q
-    words = num_blocks(n_k, WORD_BITS)
-    pitch = words * WORD_BITS
-    floor = top_k_blocks(top_k, n_k)
-    beyond_floor = target_blocks(sparsity, heads * n_q * n_k) - heads * n_q * floor if sparsity > 0.0 else 0
+    sizes = layout(batch, heads, q_len, k.shape[2], head_dim, top_k, sparsity)
+    bits = q.new_empty((batch, heads, sizes.n_q, sizes.words), dtype=torch.int32)
+    counts = q.new_empty((batch, heads, sizes.n_q), dtype=torch.int32)
+    order = q.new_empty((sizes.rows,), dtype=torch.int32)
+    scratch = q.new_empty((sizes.scratch_bytes,), dtype=torch.uint8)
+    enqueue(
+        launch.aligned(q),
+        launch.aligned(k),
+        sizes,
+        top_p,
+        sparsity,
+        scale,
+        bits=bits.data_ptr(),
+        counts=counts.data_ptr(),
+        order=order.data_ptr(),
+        scratch=scratch.data_ptr(),
+    )
+    return bits, counts, order
 
-    bits = torch.empty((batch, heads, n_q, words), dtype=torch.int32, device=q.device)
-    counts = torch.empty((batch, heads, n_q), dtype=torch.int32, device=q.device)
-    # One allocation for all that is needed only here.
-    parts = _Parts()
-    searches = parts.add(batch * _SEARCH_BYTES if beyond_floor > 0 else 0)
-    q_means, q_units = parts.add(rows * head_dim * 4), parts.add(rows * 4)
-    k_means, k_units = parts.add(batch * heads * n_k * head_dim * 4), parts.add(batch * heads * n_k * 4)
-    scores = parts.add(rows * pitch * 4)
-    scratch = torch.empty(parts.size, dtype=torch.uint8, device=q.device)
-    base = scratch.data_ptr()
+
+def enqueue(
+    q: Tensor,
+    k: Tensor,
+    sizes: Layout,
+    top_p: float,
+    sparsity: float,
+    scale: float,
+    *,
+    bits: int,
+    counts: int,
+    order: int,
+    scratch: int,
+) -> None:
+    """As `block_mask`, of aligned q and k, to these addresses; `sizes` is their `layout`."""
+    batch, heads, q_len, head_dim = q.shape
+    k_len, index, dtype = k.shape[2], q.device.index, q.dtype
+    stream = launch.stream(index)
+    n_q, n_k, pitch, rows = sizes.n_q, sizes.n_k, sizes.pitch, sizes.rows
+    scores, searches = scratch + sizes.scores, scratch + sizes.searches
+    q_means, q_units = scratch + sizes.q_means, scratch + sizes.q_units
+    k_means, k_units = scratch + sizes.k_means, scratch + sizes.k_units
 
     def run(name: str, grid: tuple[int, int, int], threads: int, shared: int, params: bytes) -> None:
-        launch.kernel("mask", name, index, q.dtype, head_dim)(grid, threads, shared, stream, params)
+        launch.kernel("mask", name, index, dtype, head_dim)(grid, threads, shared, stream, params)
 
     run(
         "block_means",
@@ -91,7 +164,7 @@ def block_mask(
         0,
         _MEANS.pack(
             q.data_ptr(), *q.stride()[:3], k.data_ptr(), *k.stride()[:3],
-            base + q_means, base + q_units, base + k_means, base + k_units, q_len, k_len, heads,
+            q_means, q_units, k_means, k_units, q_len, k_len, heads,
         ),
     )  # fmt: skip
     run(
@@ -99,25 +172,15 @@ def block_mask(
         (num_blocks(n_k, _TILE_K), num_blocks(n_q, _TILE_Q), batch * heads),
         _SCORE_THREADS,
         (_TILE_Q + _TILE_K) * head_dim * 4,
-        _SCORES.pack(
-            base + q_means,
-            base + q_units,
-            base + k_means,
-            base + k_units,
-            base + scores,
-            n_q,
-            n_k,
-            pitch,
-            scale,
-        ),
+        _SCORES.pack(q_means, q_units, k_means, k_units, scores, n_q, n_k, pitch, scale),
     )
-    if beyond_floor > 0:
+    if sizes.beyond_floor:
         run(
             "rank_blocks",
             (rows, 1, 1),
             _rank_threads(n_k),
             _RANK_BIN_BYTES + 12 * n_k,
-            _RANK.pack(base + scores, base + searches, n_k, pitch, batch, floor),
+            _RANK.pack(scores, searches, n_k, pitch, batch, sizes.floor),
         )
         busy = launch.device(index).multiprocessors * _BLOCKS_PER_MULTIPROCESSOR
         cells = heads * n_q * pitch
@@ -127,7 +190,7 @@ def block_mask(
                 (min(num_blocks(cells, 4 * _DIGIT_THREADS), busy), batch, 1),
                 _DIGIT_THREADS,
                 0,
-                _DIGITS.pack(base + scores, base + searches, cells, beyond_floor, digit_round),
+                _DIGITS.pack(scores, searches, cells, sizes.beyond_floor, digit_round),
             )
         run(
             "keep_target",
@@ -135,8 +198,7 @@ def block_mask(
             _KEEP_THREADS,
             0,
             _KEEP.pack(
-                base + scores, base + searches, bits.data_ptr(), counts.data_ptr(), beyond_floor,
-                heads * n_q, pitch, words,
+                scores, searches, bits, counts, sizes.beyond_floor, heads * n_q, pitch, sizes.words
             ),
         )  # fmt: skip
     else:
@@ -152,11 +214,11 @@ def block_mask(
             (rows, 1, 1),
             threads,
             0,
-            _SELECT.pack(
-                base + scores, bits.data_ptr(), counts.data_ptr(), n_k, pitch, words, floor, mass_limit
-            ),
+            _SELECT.pack(scores, bits, counts, n_k, pitch, sizes.words, sizes.floor, mass_limit),
         )
-    return bits, counts, row_order(counts, q.dtype, head_dim)
+    run(
+        "order_rows", (batch * heads, 1, 1), _ORDER_THREADS, 0, _ORDER.pack(counts, order, batch * heads, n_q)
+    )
 
 
 def row_order(counts: Tensor, dtype: torch.dtype, head_dim: int) -> Tensor:
@@ -179,16 +241,3 @@ def _rank_threads(n_k: int) -> int:
     while threads * _RANK_VALUES < n_k:
         threads *= 2
     return threads
-
-
-class _Parts:
-    """Lays arrays out one behind the other, each from a multiple of 256 bytes on, as whole memory sectors."""
-
-    def __init__(self) -> None:
-        self.size = 0
-
-    def add(self, size: int) -> int:
-        """Offset of an array of `size` bytes."""
-        offset = self.size
-        self.size += -(-size // 256) * 256
-        return offset

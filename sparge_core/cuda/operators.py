@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -31,7 +32,7 @@ _TAGS = (
     getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order),
 )
 
-_FORWARD = {"forward_sm90": forward_sm90.forward, "forward_mma": forward_mma.forward}
+_FORWARD = {"forward_sm90": forward_sm90, "forward_mma": forward_mma}
 _forced: str | None = None
 
 
@@ -61,10 +62,44 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     _check_tensors(q, k, v)
     _check_mask(q, k, bits, counts, order)
-    if not 0.0 < scale < math.inf:  # the online softmax takes the largest score for the largest exponent
-        raise ValueError(f"The CUDA kernels take a finite scale above 0; got {scale}.")
-    module = _forced or modules.forward_module(launch.device(q.device.index).capability)
-    return _FORWARD[module](q, k, v, bits, counts, order, scale)
+    _check_scale(scale)
+    return _launcher(q.device.index).forward(q, k, v, bits, counts, order, scale)
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, top_k: float, top_p: float, sparsity: float, scale: float
+) -> Tensor:
+    """The operators `block_mask` and `forward` in one, to the same bits, where nobody needs mask or LSE.
+
+    It is none itself: not to be traced, not differentiable. It saves the host the dispatch of two operators
+    and all but two allocations.
+    """
+    _check_tensors(q, k, v)
+    _check_scale(scale)
+    batch, heads, q_len, head_dim = q.shape
+    sizes = mask_kernels.layout(batch, heads, q_len, k.shape[2], head_dim, top_k, sparsity)
+    out = torch.empty_like(q)
+    lse_bytes, bits_bytes, counts_bytes = (
+        batch * heads * q_len * 4,
+        sizes.rows * sizes.words * 4,
+        sizes.rows * 4,
+    )
+    scratch = q.new_empty(sizes.scratch_bytes + lse_bytes + bits_bytes + 2 * counts_bytes, dtype=torch.uint8)
+    base = scratch.data_ptr()
+    lse = base + sizes.scratch_bytes
+    bits = lse + lse_bytes
+    counts = bits + bits_bytes
+    order = counts + counts_bytes
+    q, k, v = launch.aligned(q), launch.aligned(k), launch.aligned(v)
+    mask_kernels.enqueue(
+        q, k, sizes, top_p, sparsity, scale, bits=bits, counts=counts, order=order, scratch=base
+    )
+    _launcher(q.device.index).enqueue(out, q, k, v, scale, lse=lse, bits=bits, counts=counts, order=order)
+    return out
+
+
+def _launcher(device_index: int) -> ModuleType:
+    return _FORWARD[_forced or modules.forward_module(launch.device(device_index).capability)]
 
 
 def _block_mask_shapes(
@@ -106,6 +141,11 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         "also of one number of tokens; got "
         f"{_described(q, k, v)}."
     )
+
+
+def _check_scale(scale: float) -> None:
+    if not 0.0 < scale < math.inf:  # the online softmax takes the largest score for the largest exponent
+        raise ValueError(f"The CUDA kernels take a finite scale above 0; got {scale}.")
 
 
 def _check_mask(q: Tensor, k: Tensor, bits: Tensor, counts: Tensor, order: Tensor) -> None:

@@ -54,6 +54,9 @@ class Kernels:
         self.dtypes.append(q.dtype)
         return reference.attention(q, k, v, mask, scale=scale)
 
+    def sparse_attention(self, q: Tensor, k: Tensor, v: Tensor, config: SparseConfig, scale: float) -> Any:
+        return self.attention(q, k, v, self.block_mask(q, k, config, scale), scale)
+
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:

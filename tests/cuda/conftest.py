@@ -125,10 +125,6 @@ class FakeLibrary:
             )
         return code
 
-    def cuMemsetD32Async(self, pointer: Any, value: int, count: Any, stream: Any) -> int:
-        self.calls.append(("cuMemsetD32Async", (pointer.value, value, count.value, stream.value)))
-        return 0
-
     def cuTensorMapEncodeTiled(self, target: Any, kind: int, rank: int, pointer: Any, *rest: Any) -> int:
         if self.current_context is None:
             return 201  # CUDA_ERROR_INVALID_CONTEXT
@@ -176,9 +172,17 @@ def no_memory() -> Iterator[None]:
     )
     for memory in memories:
         memory.cache_clear()
+    launch._counters.clear()
     yield
     for memory in memories:
         memory.cache_clear()
+    launch._counters.clear()
+
+
+@pytest.fixture(autouse=True)
+def no_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A torch without CUDA cannot say whether a stream is being captured."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
 
 @pytest.fixture(autouse=True)

@@ -95,18 +95,20 @@ def test_more_shared_memory_than_the_gpu_has_is_refused_before_the_driver(
     assert library.launches == []
 
 
-def test_zero_fills_words_on_the_stream(library: Any) -> None:
-    class OnGpu:
-        device = torch.device("cuda", 0)
+def test_a_counter_is_made_once_for_a_stream() -> None:
+    cpu = torch.device("cpu")
+    first = launch.counter(cpu, 98)
+    assert first.tolist() == [0]
+    assert launch.counter(cpu, 98) is first
+    assert launch.counter(cpu, 99) is not first
 
-        def data_ptr(self) -> int:
-            return 0x7F00_0000_0010
 
-        def numel(self) -> int:
-            return 12
-
-    launch.zero(OnGpu(), 99)  # type: ignore[arg-type]
-    assert library.named("cuMemsetD32Async") == [(0x7F00_0000_0010, 0, 12, 99)]
+def test_a_recorded_launch_has_a_counter_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs recorded on one stream may be replayed on two."""
+    cpu = torch.device("cpu")
+    launch.counter(cpu, 98)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert launch.counter(cpu, 98) is not launch.counter(cpu, 98)
 
 
 def test_kernels_that_the_driver_refuses_are_replaced_by_compiled_ones(

@@ -54,3 +54,16 @@ def test_forward_launchers_pack_the_struct_of_their_kernels(launcher: Any, gpu: 
     assert [seen["stream"] for seen in gpu.launches] == [77]
     assert out.stride() == q.stride()
     assert lse.shape == q.shape[:3]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sparsity", [0.0, 0.5])
+def test_attention_in_one_launches_what_the_two_operators_do(sparsity: float, gpu: Any) -> None:
+    q, k, v = inputs(300, 500)
+    out = operators.attention(q, k, v, 0.1, 0.2, sparsity, 1.0)
+    assert out.stride() == q.stride()
+    launches = list(gpu.launches)
+    gpu.launches.clear()
+    masks = mask_kernels.block_mask(q, k, 0.1, 0.2, sparsity, 1.0)
+    forward_sm90.forward(q, k, v, *masks, 1.0)
+    assert [seen["grid"] for seen in launches] == [seen["grid"] for seen in gpu.launches]

@@ -113,9 +113,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the launchers that were reached; none of them may launch."""
     reached: list[str] = []
     monkeypatch.setattr(mask_kernels, "block_mask", lambda *arguments: reached.append("mask"))
-    monkeypatch.setattr(
-        operators, "_FORWARD", {name: lambda *a, n=name: reached.append(n) for name in operators._FORWARD}
-    )
+    for name, launcher in operators._FORWARD.items():
+        monkeypatch.setattr(launcher, "forward", lambda *arguments, name=name: reached.append(name))
     return reached
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch._dynamo.testing
+import torch.nn.functional as F
 from torch import Tensor
 
 from sparge_core import BlockMask, SparseConfig, block_mask, choose, cuda, sparse_attention
@@ -43,6 +44,21 @@ def test_torch_finds_nothing_wrong_with_the_operators(dtype: torch.dtype) -> Non
     torch.library.opcheck(operators.block_mask, (q, k, 0.1, 0.3, 0.0, 0.1), test_utils=checks)
     torch.library.opcheck(operators.block_mask, (q, k, 0.1, 0.3, 0.5, 0.1), test_utils=checks)
     torch.library.opcheck(operators.forward, forward_arguments(q, k, v), test_utils=checks)
+
+
+@pytest.mark.parametrize("config", [CONFIG, SparseConfig(top_k=0.05, sparsity=0.6)], ids=["top-p", "target"])
+def test_mask_and_attention_in_one_give_the_bits_of_the_two_operators(config: SparseConfig) -> None:
+    q, k, v = qkv()
+    expected = sparse_attention(q, k, v, config, mask=block_mask(q, k, config))
+    for _ in range(3):  # the kernels leave the counter that they share at zero
+        assert torch.equal(sparse_attention(q, k, v, config), expected)
+
+
+def test_inputs_that_the_kernels_cannot_read_are_copied() -> None:
+    q, k, v = (x.transpose(2, 3).contiguous().transpose(2, 3) for x in qkv())
+    assert choose(q, k, v).why.startswith("cuda needs a head dim that is contiguous")
+    odd = tuple(F.pad(x, (1, 3))[..., 1:-3] for x in qkv())
+    assert torch.equal(sparse_attention(*odd, CONFIG), sparse_attention(*qkv(), CONFIG))
 
 
 def test_the_cuda_kernels_are_chosen() -> None:

@@ -14,6 +14,7 @@ from .cases import PATTERNS
 FOLDER = Path(__file__).parent / "results"
 ATTENTION = "h200-attention.json"
 WAN_STEP = "h200-wan-step.json"
+START = "h200-start.json"
 
 PARTS = ("mask", "kernel", "total", "backward", "fwd+bwd")
 STATUSES = ("ok", "not installed", "unsupported", "failed", "wrong", "out of time")
@@ -68,6 +69,14 @@ class StepRow:
     config: str = ""
 
 
+@dataclass(frozen=True)
+class StartRow:
+    """Seconds of the first attention call of a process, with an empty or a filled cache of kernels."""
+
+    cache: str
+    start_s: float
+
+
 Rule = tuple[tuple[type, ...], tuple[str, ...] | None]
 NUMBER: Rule = ((int, float), None)
 OPTIONAL: Rule = ((int, float, type(None)), None)
@@ -104,6 +113,7 @@ STEP_RULES: dict[str, Rule] = {
     "peak_mb": OPTIONAL,
     "config": TEXT,
 }
+START_RULES: dict[str, Rule] = {"cache": ((str,), ("empty", "filled")), "start_s": NUMBER}
 
 
 def problems(data: Mapping[str, Any]) -> list[str]:
@@ -113,7 +123,7 @@ def problems(data: Mapping[str, Any]) -> list[str]:
     if not rows:
         found.append("there are no rows")
     for number, row in enumerate(rows):
-        rules = STEP_RULES if "step_ms" in row else ROW_RULES
+        rules = STEP_RULES if "step_ms" in row else START_RULES if "start_s" in row else ROW_RULES
         found += [f"row {number}: {problem}" for problem in _row_problems(row, rules)]
     return found
 
@@ -135,7 +145,7 @@ def _row_problems(row: Mapping[str, Any], rules: Mapping[str, Rule]) -> list[str
     return found
 
 
-def write(path: Path, machine: Mapping[str, str], rows: list[Row] | list[StepRow]) -> None:
+def write(path: Path, machine: Mapping[str, str], rows: list[Row] | list[StepRow] | list[StartRow]) -> None:
     """Writes a result file, one row a line; ValueError when the content is not sound."""
     rounded = [{key: _rounded(value) for key, value in asdict(row).items()} for row in rows]
     data = {"machine": dict(machine), "rows": rounded}

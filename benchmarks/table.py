@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from .cases import SHAPES
-from .results import ATTENTION, FOLDER, WAN_STEP, read
+from .results import ATTENTION, FOLDER, START, WAN_STEP, read
 
 README = Path(__file__).resolve().parent.parent / "README.md"
 BEGIN, END = "<!-- speed:begin -->", "<!-- speed:end -->"
@@ -104,9 +104,19 @@ def step_text(data: Mapping[str, Any]) -> str:
     )
 
 
+def start_text(data: Mapping[str, Any]) -> str:
+    """The first call of a process."""
+    seconds = {row["cache"]: row["start_s"] for row in data["rows"]}
+    return (
+        f"The first attention call of a process takes {seconds['empty']:.1f} s the first time, when the "
+        f"kernels are compiled for the GPU, and {seconds['filled']:.2f} s from then on "
+        f"(commit {data['machine']['commit']}, {data['machine']['date']})."
+    )
+
+
 def speed_text(folder: Path = FOLDER) -> str:
     """All tables of the results in `folder`; empty where there are none."""
-    makers = {ATTENTION: attention_text, WAN_STEP: step_text}
+    makers = {ATTENTION: attention_text, WAN_STEP: step_text, START: start_text}
     return "\n\n".join(
         make(read(folder / name)) for name, make in makers.items() if (folder / name).is_file()
     )

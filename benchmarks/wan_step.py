@@ -290,16 +290,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     facts = machine(device, args.commit)
     print(", ".join(facts.values()), flush=True)
     rows: list[StepRow] = []
-    try:
-        for name, model in models.items():
-            for row in run(name, model, wan_model, config, args.modes, args.steps, device):
-                rows.append(row)
-                print(line(row), flush=True)
-    finally:
-        print(f"{'':35}{'step ms':>10} {'attention':>10} {'linear':>10} {'rest':>10}  factor")
-        print("\n".join(map(line, rows)))
-        if args.out and rows:
-            write(args.out, facts, rows)
+    for name, model in models.items():
+        for row in run(name, model, wan_model, config, args.modes, args.steps, device):
+            rows.append(row)
+            print(line(row), flush=True)
+            if args.out:
+                write(args.out, facts, rows)  # each time: the run may be cut off
+    print(f"{'':35}{'step ms':>10} {'attention':>10} {'linear':>10} {'rest':>10}  factor")
+    print("\n".join(map(line, rows)))
     return 0
 
 

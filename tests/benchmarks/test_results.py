@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks import results, table
-from benchmarks.results import Row, StepRow
+from benchmarks.results import Row, StartRow, StepRow
 
 MACHINE = dict.fromkeys(results.MACHINE, "x")
 DENSE = Row("14B-720p", "sdpa-cudnn", "total", 0.0, "uniform", "bf16", ms=200.0, tflops=570.0)
@@ -91,3 +91,9 @@ def test_only_what_stands_between_the_markers_is_replaced() -> None:
 def test_missing_markers_are_an_error(readme: str) -> None:
     with pytest.raises(ValueError, match="needs the markers"):
         table.updated(readme, "new")
+
+
+def test_the_start_table_tells_compiling_from_loading(tmp_path: Path) -> None:
+    results.write(tmp_path / results.START, MACHINE, [StartRow("empty", 4.61), StartRow("filled", 0.213)])
+    assert "takes 4.6 s the first time" in table.speed_text(tmp_path)
+    assert "0.21 s from then on" in table.speed_text(tmp_path)

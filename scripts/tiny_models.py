@@ -1,15 +1,17 @@
-"""Tiny Wan2.1 checkpoints with random weights, which ComfyUI's own loaders detect and run on a CPU.
+"""Tiny Wan checkpoints with random weights, which ComfyUI's own loaders detect and run on a CPU.
 
     python scripts/host.py run scripts/tiny_models.py FOLDER
 
-writes one of every kind into the ComfyUI, or the base directory, in FOLDER, with a VAE and a text embedding.
+writes the common kinds into the ComfyUI, or the base directory, in FOLDER, with a VAE and a text embedding.
 The pictures are noise; the graph, the shapes and the attention are those of the real models."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,42 +27,72 @@ IMAGE_IN_CHANNELS = LATENT_CHANNELS + 4 + LATENT_CHANNELS
 # VACE's control: inactive and reactive latents, and a mask of 8 × 8 pixels a latent cell.
 VACE_IN_CHANNELS = 2 * LATENT_CHANNELS + 64
 VAE_WIDTH = 4  # 96 in the real one; decoding is most of the time of a tiny run
+CHANNELS_5B = 48  # of the latents of Wan2.2's own VAE
 CLIP_TOKENS = 257  # of one picture; first-last-frame models embed the positions of two
 
-KINDS = ("t2v", "i2v", "flf2v", "vace")
+KINDS = ("t2v", "i2v", "flf2v", "vace")  # of which `make` writes files
+
+# Of every kind: ComfyUI's code, and what its arguments are beside the common ones.
+WAN = "comfy.ldm.wan.model"
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "t2v": (f"{WAN}.WanModel", {"model_type": "t2v"}),
+    "i2v": (f"{WAN}.WanModel", {"model_type": "i2v", "in_dim": IMAGE_IN_CHANNELS}),
+    "flf2v": (
+        f"{WAN}.WanModel",
+        {"model_type": "i2v", "in_dim": IMAGE_IN_CHANNELS, "flf_pos_embed_token_number": 2 * CLIP_TOKENS},
+    ),
+    "vace": (f"{WAN}.VaceWanModel", {"vace_in_dim": VACE_IN_CHANNELS, "vace_layers": 1}),
+    "reference": (f"{WAN}.WanModel", {"model_type": "t2v", "in_dim_ref_conv": LATENT_CHANNELS}),
+    "control": (f"{WAN}.WanModel", {"model_type": "i2v", "in_dim": 3 * LATENT_CHANNELS}),
+    "camera": (f"{WAN}.CameraWanModel", {"model_type": "camera", "in_dim": 2 * LATENT_CHANNELS}),
+    "i2v_2.2": (f"{WAN}.WanModel", {"model_type": "t2v", "in_dim": IMAGE_IN_CHANNELS}),
+    "control_2.2": (
+        f"{WAN}.WanModel",
+        {
+            "model_type": "t2v",
+            "in_dim": IMAGE_IN_CHANNELS + LATENT_CHANNELS,
+            "in_dim_ref_conv": LATENT_CHANNELS,
+        },
+    ),
+    "camera_2.2": (f"{WAN}.CameraWanModel", {"model_type": "camera_2.2", "in_dim": IMAGE_IN_CHANNELS}),
+    "ti2v": (f"{WAN}.WanModel", {"model_type": "t2v", "in_dim": CHANNELS_5B, "out_dim": CHANNELS_5B}),
+    "s2v": (f"{WAN}.WanModel_S2V", {}),
+    "humo_1.7B": (f"{WAN}.HumoWanModel", {}),
+    "humo_17B": (f"{WAN}.HumoWanModel", {"in_dim": IMAGE_IN_CHANNELS}),
+    # of five layers at least: it has one face adapter for each five
+    "animate": (
+        "comfy.ldm.wan.model_animate.AnimateWanModel",
+        {"in_dim": IMAGE_IN_CHANNELS, "num_layers": 5},
+    ),
+    "scail": (f"{WAN}.SCAILWanModel", {"in_dim": LATENT_CHANNELS + 4}),
+    "scail2": (f"{WAN}.SCAIL2WanModel", {"in_dim": LATENT_CHANNELS + 4}),
+    "wandancer": ("comfy.ldm.wan.model_wandancer.WanDancerModel", {"in_dim": IMAGE_IN_CHANNELS}),
+}
 
 
 def random_dit(kind: str, *, heads: int = 2, layers: int = 2, seed: int = 0) -> dict[str, Tensor]:
     """A diffusion transformer's weights in ComfyUI's key scheme, fp16; needs `use_comfy` before it."""
     import comfy.ops
-    from comfy.ldm.wan.model import VaceWanModel, WanModel
 
-    if kind not in KINDS:
-        raise ValueError(f"There is no tiny model {kind!r}; the kinds are {', '.join(KINDS)}.")
+    if kind not in ARCHITECTURES:
+        raise ValueError(f"There is no tiny model {kind!r}; the kinds are {', '.join(ARCHITECTURES)}.")
+    code, arguments = ARCHITECTURES[kind]
+    module, name = code.rsplit(".", 1)
     dim = heads * HEAD_DIM
     common = {
+        "in_dim": LATENT_CHANNELS,
+        "out_dim": LATENT_CHANNELS,
         "dim": dim,
         "ffn_dim": 2 * dim,
         "num_heads": heads,
         "num_layers": layers,
         "text_dim": TEXT_DIM,
-        "out_dim": LATENT_CHANNELS,
         "cross_attn_norm": True,
         "operations": comfy.ops.disable_weight_init,
         "dtype": torch.float32,
         "device": "cpu",
     }
-    if kind == "vace":
-        model: nn.Module = VaceWanModel(
-            in_dim=LATENT_CHANNELS, vace_in_dim=VACE_IN_CHANNELS, vace_layers=1, **common
-        )
-    elif kind == "t2v":
-        model = WanModel(model_type="t2v", in_dim=LATENT_CHANNELS, **common)
-    else:
-        positions = 2 * CLIP_TOKENS if kind == "flf2v" else None
-        model = WanModel(
-            model_type="i2v", in_dim=IMAGE_IN_CHANNELS, flf_pos_embed_token_number=positions, **common
-        )
+    model: nn.Module = getattr(importlib.import_module(module), name)(**common | arguments)
     return {key: weight.half() for key, weight in _random_weights(model, seed).items()}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import json
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -13,12 +14,11 @@ import torch
 from torch import Tensor
 
 import tiny_models as makers
+from family import SIZE, TOKENS  # noqa: F401, for the tests
 
 HEADS = 2
 LAYERS = 2
 STEPS = 2
-SIZE = (3, 16, 16)  # of the latent; a token is 2 × 2 of it
-TOKENS = 3 * 8 * 8
 
 Model = Any  # comfy.model_patcher.ModelPatcher, which only exists once the host is loaded
 
@@ -34,17 +34,23 @@ def rooms(pack: ModuleType) -> SimpleNamespace:
 
 @pytest.fixture(scope="session")
 def load(comfy: ModuleType) -> Callable[..., Model]:
-    """Loads a fresh tiny model of a kind ("t2v", …) in fp32, with more weights where they are given."""
+    """Loads a fresh tiny model of a kind ("t2v", …) in fp32.
+
+    more: weights beside its own. config: of the transformer, as files carry it in their metadata.
+    """
     import comfy.sd
 
     torch.set_num_threads(1)  # such small matrices only lose by more
 
-    def load(kind: str, more: dict[str, Tensor] | None = None) -> Model:
+    def load(
+        kind: str, more: dict[str, Tensor] | None = None, config: tuple[tuple[str, Any], ...] = ()
+    ) -> Model:
         weights = makers.random_dit(kind, heads=HEADS, layers=LAYERS) | (more or {})
         options = {"dtype": torch.float32}
-        model = comfy.sd.load_diffusion_model_state_dict(weights, model_options=options)
+        metadata = {"config": json.dumps({"transformer": dict(config)})}
+        model = comfy.sd.load_diffusion_model_state_dict(weights, options, metadata)
         # As UNETLoader leaves it: how to load the same weights once more.
-        model.cached_patcher_init = (lambda *_, **__: load(kind, more), ())
+        model.cached_patcher_init = (lambda *_, **__: load(kind, more, config), ())
         return model
 
     return load
@@ -86,6 +92,7 @@ def patch(rooms: SimpleNamespace) -> Callable[..., Model]:
 def sample(comfy: ModuleType) -> Callable[..., Tensor]:
     """Runs a sampler: latents of `size` (frames, height, width), by default `TOKENS` tokens."""
     import comfy.sample
+    import comfy.samplers
 
     text = [makers.text_embedding(seed) for seed in (0, 1)]
 
@@ -98,17 +105,28 @@ def sample(comfy: ModuleType) -> Callable[..., Tensor]:
         cfg: float = 3.0,
         seed: int = 7,
         noise: Tensor | None = None,
+        latent: Tensor | None = None,
         cond: dict[str, Any] | None = None,
+        noise_mask: Tensor | None = None,
         sampler: str = "euler",
+        options: dict[str, Any] | None = None,
         callback: Callable[..., None] | None = None,
     ) -> Tensor:
-        latent = torch.zeros(batch, makers.LATENT_CHANNELS, *size)
+        if latent is None:
+            latent = torch.zeros(batch, model.model.latent_format.latent_channels, *size)
         noise = comfy.sample.prepare_noise(latent, seed) if noise is None else noise
         positive, negative = ([[embedding, dict(cond or {})]] for embedding in text)
+        given = {"noise_mask": noise_mask, "callback": callback, "disable_pbar": True, "seed": seed}
+        if sampler not in comfy.samplers.SAMPLER_NAMES:  # one that only a node of its own offers
+            own = comfy.samplers.ksampler(sampler, options or {})
+            schedule = model.get_model_object("model_sampling")
+            sigmas = comfy.samplers.calculate_sigmas(schedule, "simple", steps)
+            return comfy.sample.sample_custom(
+                model, noise, cfg, own, sigmas, positive, negative, latent, **given
+            )
         return comfy.sample.sample(
-            model, noise, steps, cfg, sampler, "simple", positive, negative, latent,
-            callback=callback, disable_pbar=True, seed=seed,
-        )  # fmt: skip
+            model, noise, steps, cfg, sampler, "simple", positive, negative, latent, **given
+        )
 
     return sample
 

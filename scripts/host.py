@@ -185,7 +185,7 @@ def _setup_venv(cache: Path, say: Callable[[str], None]) -> tuple[Path, bool]:
     if done.get("host") != wanted["host"]:
         _install_host_packages(python, cache, say)
     say("venv: this pack and its development tools")
-    _pip(python, cache, "install", "-c", str(PINS), "-e", f"{ROOT}[dev]")
+    _pip(python, cache, "install", "-c", str(PINS), "-e", f"{ROOT}[dev,distill]")
     _pip(python, cache, "check")
     cuda = _probe(python, f"{python} was set up but does not run. Delete {venv} and run again.")
     if has_nvidia_gpu() and not cuda:

@@ -38,17 +38,18 @@ def convert(student: Student, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     if student.alpha is not None:
         for name in student.names.values():
             if name.role is Role.UP:
-                out.setdefault(_patch_name(name.target, Role.ALPHA), torch.tensor(student.alpha))
+                out.setdefault(patch_name(name.target, Role.ALPHA), torch.tensor(student.alpha))
     return out
 
 
 def _comfy_name(student: Student, name: Name) -> str:
     if student.kind == FULL:
         return name.target
-    return _patch_name(name.target, Role.SET if name.role is Role.VALUE else name.role)
+    return patch_name(name.target, Role.SET if name.role is Role.VALUE else name.role)
 
 
-def _patch_name(target: str, role: Role) -> str:
+def patch_name(target: str, role: Role) -> str:
+    """ComfyUI's name of a patch, or of its part `role`, for the parameter with Wan's name `target`."""
     return f"diffusion_model.{target.removesuffix('.weight')}{role.value}"
 
 

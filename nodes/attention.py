@@ -118,6 +118,7 @@ class Run:
     window: highest and lowest sigma that run sparse.
     covered: layers on whose patch another node has put its own.
     device: where the model runs.
+    student: whether the model's weights are a student's.
     """
 
     def __init__(
@@ -127,6 +128,7 @@ class Run:
         window: tuple[float, float],
         covered: Sequence[Layer],
         device: torch.device,
+        student: bool,
     ) -> None:
         self.steps = max(len(sigmas) - 1, 1)
         self.statistics = RunStatistics([layer.name for layer in layers], self.steps)
@@ -136,7 +138,9 @@ class Run:
         self.latent: Tensor | None = None  # by which host.find_run knows the result again
         self.step = 0
         self.in_window = True
+        self.student = student
         self.reached: set[Layer] = set()
+        self.displaced: set[Layer] = set()
         self._sigmas = sigmas
         self._window = window
         self._covered = covered
@@ -150,11 +154,12 @@ class Run:
 
     def end_step(self) -> None:
         """From the first step on it is known which patches a later node has displaced rather than called."""
-        displaced = [layer.name for layer in self._covered if layer not in self.reached]
+        displaced = [layer for layer in self._covered if layer not in self.reached]
         self._covered = ()
+        self.displaced.update(displaced)
         if displaced:
             self.note(
-                f"a later node replaced the attention of {len(displaced)} layers, {displaced[0]} first, "
+                f"a later node replaced the attention of {len(displaced)} layers, {displaced[0].name} first, "
                 "which therefore do not use SpargeAttention2; put the SpargeAttention2 node behind that one"
             )
 
@@ -179,9 +184,11 @@ class SparseAttention:
         window: tuple[float, float],
         covered: Sequence[Layer],
         device: torch.device,
+        student: bool = False,
     ) -> Iterator[Run]:
         """One sampling run, kept in `runs` if it comes through; if it fails or is interrupted, forgotten."""
-        run = Run(self.layers, sigmas, window, covered, device)
+        student = student or self.settings.student
+        run = Run(self.layers, sigmas, window, covered, device, student)
         outer, self.current = self.current, run
         try:
             yield run
@@ -225,12 +232,25 @@ class SparseAttention:
     def _finish(self, run: Run) -> None:
         run.summary = run.statistics.summary()
         sparsity = run.summary["sparsity"]
-        if not run.reached:
+        missed = [layer.name for layer in self.layers if layer not in run.reached | run.displaced]
+        if len(missed) == len(self.layers):
             run.note(
                 "no attention call of this run came to SpargeAttention2, because another node replaced the "
                 "model's blocks; bypass nodes behind the loader one by one to see which"
             )
-        elif sparsity is not None and sparsity > TRAINING_FREE_LIMIT and not self.settings.student:
+        elif missed:
+            run.note(
+                f"the attention of {len(missed)} layers, {missed[0]} first, was never called, because "
+                "another node skips or replaces them; if it replaces them, put the SpargeAttention2 node "
+                "behind that one"
+            )
+        if run.student and sparsity is None and run.reached:
+            reasons = run.summary["dense_calls"]
+            run.note(
+                "the weights are a student's, distilled for sparse attention, but every call was dense "
+                f"({max(reasons, key=reasons.get)}), so the picture will suffer"
+            )
+        if sparsity is not None and sparsity > TRAINING_FREE_LIMIT and not run.student:
             run.note(
                 f"{sparsity:.0%} of the attention was skipped, but the model carries no settings of a "
                 "distilled student; if the picture is noise, set sparsity to 0.5 and start_percent to 0.2, "

@@ -9,6 +9,8 @@ notice a change in `transformer_options`: ComfyUI's compile node drops those gua
 
 from __future__ import annotations
 
+import logging
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +23,8 @@ from torch import Tensor
 from ..sparge_core import SparseConfig
 from .attention import Call, Layer, Run, SparseAttention
 
+log = logging.getLogger(__name__)
+
 KEY = "sparge_attention2"  # of our callbacks, wrappers and attachments on a model
 STUDENT = "sparge_attention2.student"  # attachment: the SparseConfig that the weights were fine-tuned with
 STUDENT_FILE = "sparge_attention2.student_file"  # attachment: where they are from, with or without settings
@@ -32,6 +36,7 @@ POSITIONAL = ("mask", "attn_precision", "skip_reshape", "skip_output_reshape")
 # Keywords that are handled here or change nothing: softmax is fp32 whatever attn_precision asks for.
 UNDERSTOOD = {*POSITIONAL, "transformer_options", "scale", "enable_gqa", "_inside_attn_wrapper"}
 
+BLOCK = "diffusion_model."  # in front of the names of a model's blocks
 BELOW = "sparge_attention2_below"  # on our forward: the other node's patch under it, or None
 FINGERPRINT_VALUES = 64
 
@@ -50,7 +55,7 @@ def self_attention_layers(model: ModelPatcher) -> tuple[Layer, ...]:
     for block in range(len(wan.blocks)):
         names.append(Layer(f"blocks.{block}", block))
         names += [Layer(f"vace_blocks.{vace}", block) for vace, fed in fed_by.items() if fed == block]
-    missing = [layer.name for layer in names if not hasattr(wan.get_submodule(layer.name), "self_attn")]
+    missing = [layer.name for layer in names if not hasattr(_own(model, BLOCK + layer.name), "self_attn")]
     if missing or not names:
         raise ValueError(
             "SpargeAttention2 patches self_attn in each block of a Wan model, and this "
@@ -78,10 +83,12 @@ def patch_self_attention(model: ModelPatcher, attention: SparseAttention) -> Mod
     patched.set_attachments(KEY, attention)
     for wrapped in (WrappersMP.OUTER_SAMPLE, WrappersMP.APPLY_MODEL):
         patched.remove_wrappers_with_key(wrapped, KEY)
-    patched.remove_callbacks_with_key(CallbacksMP.ON_CLONE, KEY)
-    patched.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, _around_run(attention))
+    for called in (CallbacksMP.ON_CLONE, CallbacksMP.ON_PRE_RUN):
+        patched.remove_callbacks_with_key(called, KEY)
+    patched.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, _around_run(attention, student_file(model)))
     patched.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, _around_step(attention))
     patched.add_callback_with_key(CallbacksMP.ON_CLONE, KEY, _follow_weights)
+    patched.add_callback_with_key(CallbacksMP.ON_PRE_RUN, KEY, _warn_without_run(attention))
     return patched
 
 
@@ -130,7 +137,22 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 
 def _key(layer: Layer) -> str:
-    return f"diffusion_model.{layer.name}.self_attn.forward"
+    return f"{BLOCK}{layer.name}.self_attn.forward"
+
+
+def _own(model: ModelPatcher, name: str) -> Any:
+    """What `name` is in this clone: patched by it or as it was loaded, whatever a clone that ran put there.
+
+    ComfyUI's own get_model_object knows of a patch of `name`, but not of one of a module that it is in.
+    """
+    for end in range(len(name), 0, -1):
+        if end < len(name) and name[end] != ".":
+            continue
+        for patches in (model.object_patches, model.object_patches_backup):
+            if name[:end] in patches:
+                found = patches[name[:end]]
+                return operator.attrgetter(name[end + 1 :])(found) if end < len(name) else found
+    return operator.attrgetter(name)(model.model)
 
 
 def _install(model: ModelPatcher, attention: SparseAttention, layer: Layer) -> None:
@@ -139,7 +161,7 @@ def _install(model: ModelPatcher, attention: SparseAttention, layer: Layer) -> N
     below = model.object_patches.pop(key, None)
     if _is_ours(below):
         below = getattr(below, BELOW)
-    forward = model.get_model_object(key) if below is None else below
+    forward = _own(model, key) if below is None else below
     model.add_object_patch(key, _make_forward(forward, below, _make_override(attention, layer)))
 
 
@@ -151,10 +173,23 @@ def _make_forward(
     ) -> Tensor:
         given = transformer_options or {}
         ours = {**given, OVERRIDE: override, HOST_OPTIONS: given}
-        return forward(*args, transformer_options=ours, **kwargs)
+        out = forward(*args, transformer_options=ours, **kwargs)
+        if "attn1_patch" in given.get("patches", ()):  # which may leave something for those behind it
+            _hand_back(ours, given)
+        return out
 
     setattr(sparse_forward, BELOW, below)
     return sparse_forward
+
+
+@torch.compiler.disable
+def _hand_back(ours: dict[str, Any], given: dict[str, Any]) -> None:
+    """Take over what the layer and its patches changed in our copy of the host's options."""
+    changed = {key: value for key, value in ours.items() if key not in (OVERRIDE, HOST_OPTIONS)}
+    if OVERRIDE in given:
+        changed[OVERRIDE] = given[OVERRIDE]
+    given.clear()
+    given.update(changed)
 
 
 def _is_ours(forward: Any) -> bool:
@@ -171,7 +206,9 @@ def _follow_weights(old: ModelPatcher, new: ModelPatcher) -> None:
             _install(new, attention, layer)
 
 
-def _around_run(attention: SparseAttention) -> Callable[..., Any]:
+def _around_run(attention: SparseAttention, student: str | None) -> Callable[..., Any]:
+    """student: the file of the model's weights when it was patched, if they were a student's."""
+
     def around_run(
         executor: Any, noise: Any, latent: Any, sampler: Any, sigmas: Tensor, *args: Any, **kwargs: Any
     ) -> Any:
@@ -181,7 +218,13 @@ def _around_run(attention: SparseAttention) -> Callable[..., Any]:
         policy = attention.settings.policy
         window = (float(percent_to_sigma(policy.start_percent)), float(percent_to_sigma(policy.end_percent)))
         covered = [layer for layer in attention.layers if not _is_ours(model.object_patches.get(_key(layer)))]
-        with attention.run(sigmas.tolist(), window, covered, model.load_device) as run:
+        now = student_file(model)
+        with attention.run(sigmas.tolist(), window, covered, model.load_device, now is not None) as run:
+            if now != student:
+                run.note(
+                    f"the student {now} was loaded behind the SpargeAttention2 node, which therefore does "
+                    "not know its settings; put the SpargeAttention2 node behind the one that loads it"
+                )
             result = executor(noise, latent, sampler, sigmas, *args, **kwargs)
             run.latent = fingerprint(result)
         return result
@@ -200,6 +243,19 @@ def _around_step(attention: SparseAttention) -> Callable[..., Any]:
         return result
 
     return around_step
+
+
+def _warn_without_run(attention: SparseAttention) -> Callable[[ModelPatcher], None]:
+    """A guider may take a second model, of which ComfyUI calls no wrapper: nothing is known of its steps."""
+
+    def warn(model: ModelPatcher) -> None:
+        if attention.current is None:
+            log.warning(
+                "SpargeAttention2: this sampler uses the model as its second one, so it is sparse at every "
+                "step, whatever start_percent and end_percent say, and Sparsity Report has no numbers of it."
+            )
+
+    return warn
 
 
 # ------------------------------------------------------------------------------------------------------------

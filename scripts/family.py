@@ -256,7 +256,6 @@ COMPANIONS = (
     Companion("lora", "LoRA (*Load LoRA*)"),
     Companion("bypass_lora", "LoRA without changed weights (*Load LoRA (Bypass)*)"),
     Companion("shift", "*ModelSamplingSD3* and other schedules"),
-    Companion("compute_dtype", "*ModelComputeDtype*"),
     Companion("merge", "*ModelMergeSimple* and other merging"),
     Companion(
         "easy_cache", "*EasyCache*", "the same in either order; skipped steps have no attention at all"

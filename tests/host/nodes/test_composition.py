@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from family import COMPANIONS
+
 from .conftest import LAYERS, STEPS, Model
 
 ALL_CALLS = LAYERS * STEPS
@@ -22,9 +24,7 @@ Account = Callable[[Model], dict[str, Any]]
 Node = Callable[[Model], Model]
 
 
-def lora(model: Model) -> Model:
-    import comfy.sd
-
+def lora_weights() -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(11)
     weights = {}
     for block in range(LAYERS):
@@ -32,7 +32,19 @@ def lora(model: Model) -> Model:
             key = f"diffusion_model.blocks.{block}.self_attn.{part}"
             weights[f"{key}.lora_A.weight"] = torch.randn(4, 256, generator=generator) / 16
             weights[f"{key}.lora_B.weight"] = torch.randn(256, 4, generator=generator) / 2
-    return comfy.sd.load_lora_for_models(model, None, weights, 1.0, 0.0)[0]
+    return weights
+
+
+def lora(model: Model) -> Model:
+    import comfy.sd
+
+    return comfy.sd.load_lora_for_models(model, None, lora_weights(), 1.0, 0.0)[0]
+
+
+def bypass_lora(model: Model) -> Model:
+    import comfy.sd
+
+    return comfy.sd.load_bypass_lora_for_models(model, None, lora_weights(), 1.0, 0.0)[0]
 
 
 def shift(model: Model) -> Model:
@@ -41,10 +53,56 @@ def shift(model: Model) -> Model:
     return ModelSamplingSD3().patch(model, 2.0)[0]
 
 
-def step_cache(model: Model) -> Model:
+def merge(model: Model) -> Model:
+    from comfy_extras.nodes_model_merging import ModelMergeSimple
+
+    return ModelMergeSimple().merge(model, lora(model), 0.5)[0]
+
+
+def easy_cache(model: Model) -> Model:
     from comfy_extras.nodes_easycache import EasyCacheNode
 
     return EasyCacheNode.execute(model, 3.0, 0.0, 1.0, False).args[0]
+
+
+def lazy_cache(model: Model) -> Model:
+    from comfy_extras.nodes_easycache import LazyCacheNode
+
+    return LazyCacheNode.execute(model, 3.0, 0.0, 1.0, False).args[0]
+
+
+def skip_layer(model: Model) -> Model:
+    from comfy_extras.nodes_slg import SkipLayerGuidanceDiT
+
+    return SkipLayerGuidanceDiT.execute(model, 2.0, 0.0, 1.0, double_layers="0").args[0]
+
+
+def skip_layer_simple(model: Model) -> Model:
+    from comfy_extras.nodes_slg import SkipLayerGuidanceDiTSimple
+
+    return SkipLayerGuidanceDiTSimple.execute(model, 0.0, 1.0, double_layers="0").args[0]
+
+
+def cfg_zero(model: Model) -> Model:
+    from comfy_extras.nodes_cfg import CFGZeroStar
+
+    return CFGZeroStar.execute(model).args[0]
+
+
+def nag(model: Model) -> Model:
+    """As NAG nodes do it: attention to the text moves away from attention to another text."""
+
+    def away(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def forward_away(x: Tensor, context: Tensor, **kwargs: Any) -> Tensor:
+            return 3 * forward(x, context, **kwargs) - 2 * forward(x, -context, **kwargs)
+
+        return forward_away
+
+    clone = model.clone()
+    for block in range(LAYERS):
+        key = f"diffusion_model.blocks.{block}.cross_attn.forward"
+        clone.add_object_patch(key, away(clone.get_model_object(key)))
+    return clone
 
 
 def context_windows(model: Model) -> Model:
@@ -55,7 +113,13 @@ def context_windows(model: Model) -> Model:
     ).args[0]
 
 
-def other_attention(model: Model) -> Model:
+def rope(model: Model) -> Model:
+    from comfy_extras.nodes_rope import ScaleROPE
+
+    return ScaleROPE.execute(model, 2.0, 1.0, 1.5, 0.0, 3.0, 0.0).args[0]
+
+
+def attention_switch(model: Model) -> Model:
     """As nodes that choose an attention do it: an override in transformer_options."""
 
     def flipped(func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
@@ -66,7 +130,19 @@ def other_attention(model: Model) -> Model:
     return clone
 
 
-def other_forward(model: Model) -> Model:
+def attention_patch(model: Model) -> Model:
+    clone = model.clone()
+    clone.set_model_patch(lambda given: given["x"] + 0.5 * given["q"].flatten(2), "attn1_patch")
+    return clone
+
+
+def block_patch(model: Model) -> Model:
+    clone = model.clone()
+    clone.set_model_double_block_patch(lambda given: {"img": 1.5 * given["img"]})
+    return clone
+
+
+def wrapped_forward(model: Model) -> Model:
     """As nodes that patch the layer itself do it: on top of what is there, which they call."""
 
     def on(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -78,14 +154,28 @@ def other_forward(model: Model) -> Model:
     return clone
 
 
-@pytest.mark.parametrize(
-    "node",
-    [lora, shift, step_cache, context_windows, other_attention, other_forward],
-    ids=lambda node: node.__name__,
-)
+NODES: dict[str, Node] = {
+    node.__name__: node
+    for node in (
+        lora, bypass_lora, shift, merge, easy_cache, lazy_cache, skip_layer, skip_layer_simple,
+        cfg_zero, nag, context_windows, rope, attention_switch, attention_patch, block_patch, wrapped_forward,
+    )
+}  # fmt: skip
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_the_docs_list_the_nodes_that_are_tried() -> None:
+    assert [companion.name for companion in COMPANIONS] == list(NODES)
+
+
+@pytest.mark.parametrize("name", NODES)
 def test_the_order_of_nodes_does_not_matter(
-    node: Node, model: Model, patch: Patch, sample: Sample, account: Account, caplog: pytest.LogCaptureFixture
+    name: str, model: Model, patch: Patch, sample: Sample, account: Account, caplog: pytest.LogCaptureFixture
 ) -> None:
+    node = NODES[name]
     # One layer and the last steps stay dense, so that both ways through the patch are composed.
     settings = {"end_percent": 0.5, "dense_layers": "0"}
     before, behind = patch(node(model), **settings), node(patch(model, **settings))
@@ -96,7 +186,19 @@ def test_the_order_of_nodes_does_not_matter(
     for fact in ("sparse_calls", "dense_calls", "sparsity_map", "dense_map"):
         assert did[fact] == also_did[fact]
     assert not torch.allclose(one, sample(patch(model, **settings), steps=3), atol=1e-3)
-    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert not warnings(caplog)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in NODES if name != "attention_switch"]
+)  # is what it replaces
+def test_with_every_block_kept_a_node_does_what_it_does_alone(
+    name: str, model: Model, patch: Patch, sample: Sample, account: Account
+) -> None:
+    alone = NODES[name](model)
+    keep_all = patch(alone, top_k=1.0, top_p=1.0, sparsity=0.0)
+    torch.testing.assert_close(sample(keep_all), sample(alone), rtol=1e-3, atol=1e-3)
+    assert account(keep_all)["sparse_calls"] > 0
 
 
 def test_of_two_patches_the_last_counts(
@@ -109,35 +211,6 @@ def test_of_two_patches_the_last_counts(
     assert not rooms.host.patch_of(first).runs
     sample(first)
     assert account(first)["settings"]["config"]["sparsity"] == 0.3
-
-
-def test_a_displaced_patch_is_one_clear_line(
-    model: Model, patch: Patch, sample: Sample, account: Account, caplog: pytest.LogCaptureFixture
-) -> None:
-    patched = patch(model)
-    own = model.get_model_object(KEYS[1])
-    patched.add_object_patch(KEYS[1], lambda *args, **kwargs: own(*args, **kwargs))
-    sample(patched)
-    (warning,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert "a later node replaced the attention of 1 layers, blocks.1 first" in warning
-    assert "put the SpargeAttention2 node behind that one" in warning
-    did = account(patched)
-    assert did["sparse_calls"] == STEPS
-    assert len(did["notes"]) == 1
-
-
-def test_a_run_that_never_reaches_the_patch_says_so(
-    model: Model, patch: Patch, sample: Sample, account: Account, caplog: pytest.LogCaptureFixture
-) -> None:
-    def skip(args: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
-        return {"img": args["img"]}
-
-    patched = patch(model)
-    for block in range(LAYERS):
-        patched.set_model_patch_replace(skip, "dit", "double_block", block)
-    sample(patched)
-    assert "no attention call of this run came to SpargeAttention2" in caplog.text
-    assert account(patched)["sparsity"] is None
 
 
 def test_a_clone_with_weights_of_its_own_uses_those(
@@ -155,6 +228,23 @@ def test_a_clone_with_weights_of_its_own_uses_those(
     assert torch.equal(sample(anew), truth)
 
 
+@pytest.mark.parametrize("module", ["blocks.1", "blocks.1.self_attn"])
+def test_what_another_workflow_put_into_the_same_model_is_not_patched(
+    module: str, model: Model, patch: Patch, sample: Sample
+) -> None:
+    """ComfyUI leaves the patches of the clone that ran last in the model until another clone is loaded."""
+
+    class Nothing(torch.nn.Module):
+        def forward(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
+            return torch.zeros_like(x)
+
+    truth = sample(patch(model))
+    other = model.clone()
+    other.add_object_patch(f"diffusion_model.{module}", Nothing())
+    sample(other)
+    assert torch.equal(sample(patch(model)), truth)
+
+
 def test_two_samplers_of_different_sizes_share_one_patched_model(
     model: Model, patch: Patch, sample: Sample, rooms: SimpleNamespace
 ) -> None:
@@ -169,15 +259,83 @@ def test_two_samplers_of_different_sizes_share_one_patched_model(
     assert rooms.host.find_run(attention, torch.zeros(1)) == (attention.runs[-1], False)
 
 
-def test_a_sampler_that_evaluates_a_step_twice_is_counted_by_step(
-    model: Model, patch: Patch, sample: Sample, account: Account
+@pytest.mark.parametrize(
+    "sampler", ["heun", "dpm_2", "dpmpp_2s_ancestral", "uni_pc", "seeds_2", "dpm_adaptive"]
+)
+def test_samplers_with_several_calls_a_step_are_counted_by_step(
+    sampler: str, model: Model, patch: Patch, sample: Sample, account: Account
 ) -> None:
+    calls = 0
+
+    def count(apply_model: Callable[..., Tensor], given: dict[str, Any]) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return apply_model(given["input"], given["timestep"], **given["c"])
+
     patched = patch(model)
-    sample(patched, sampler="heun")
+    patched.set_model_unet_function_wrapper(count)
+    assert sample(patched, sampler=sampler, cfg=1.0).isfinite().all()
     did = account(patched)
     assert did["steps"] == STEPS
-    assert did["sparse_calls"] == LAYERS * (2 * STEPS - 1)
+    assert did["sparse_calls"] == LAYERS * calls > LAYERS * STEPS - 1
     assert all(share is not None for row in did["sparsity_map"] for share in row)
+
+
+def test_weights_that_are_offloaded_change_nothing(
+    model: Model, patch: Patch, sample: Sample, account: Account, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with little memory: weights, and the LoRA on them, come to the device when they are used."""
+    import comfy.model_management as management
+
+    def of(order: Callable[[Model], Model]) -> tuple[Tensor, Model]:
+        patched = order(model)
+        return sample(patched), patched
+
+    def one_order(model: Model) -> Model:
+        return patch(lora(model))
+
+    def other_order(model: Model) -> Model:
+        return lora(patch(model))
+
+    truth, _ = of(one_order)
+    management.unload_all_models()
+    load = management.LoadedModel.model_use_more_vram
+    monkeypatch.setattr(
+        management.LoadedModel,
+        "model_use_more_vram",
+        lambda self, memory, force_patch_weights=False: load(self, 1, force_patch_weights),
+    )
+    for order in (one_order, other_order):
+        offloaded, patched = of(order)
+        assert patched.model.model_lowvram
+        assert patched.lowvram_patch_counter() > 0
+        torch.testing.assert_close(offloaded, truth, rtol=1e-4, atol=1e-4)
+        assert account(patched)["sparse_calls"] == ALL_CALLS
+        management.unload_all_models()
+
+
+def test_what_a_patch_of_attention_leaves_arrives_behind_the_layer(
+    model: Model, patch: Patch, sample: Sample
+) -> None:
+    """InfiniteTalk's, for two speakers: where each stands is seen in self-attention, and used further on."""
+    from comfy.ldm.wan.model_multitalk import MultiTalkGetAttnMapPatch
+
+    maps: list[Tensor] = []
+
+    def use(given: dict[str, Any]) -> Tensor:
+        maps.append(given["transformer_options"].pop("x_ref_attn_map"))
+        return given["x"]
+
+    speakers = torch.zeros(2, 8 * 8)
+    speakers[0, :32] = speakers[1, 32:] = 1.0
+    other = model.clone()
+    other.set_model_patch(MultiTalkGetAttnMapPatch(speakers), "attn1_patch")
+    other.set_model_patch(use, "attn2_patch")
+    sample(other, cfg=1.0)
+    truth, maps = maps, []
+    assert len(truth) == ALL_CALLS
+    sample(patch(other, top_k=1.0, top_p=1.0, sparsity=0.0), cfg=1.0)
+    torch.testing.assert_close(maps, truth, rtol=1e-3, atol=1e-3)
 
 
 def test_an_interrupt_leaves_no_state(

@@ -31,9 +31,11 @@ def folder() -> Path | None:
         return Path(given)
     try:
         import platformdirs
-    except ImportError:
+
+        found = Path(platformdirs.user_cache_dir(_APPLICATION, appauthor=False))
+    except (ImportError, RuntimeError):  # RuntimeError: the user has no home, as in some containers
         return None
-    return Path(platformdirs.user_cache_dir(_APPLICATION, appauthor=False))
+    return found if found.is_absolute() else None  # older platformdirs then says "~/.cache"
 
 
 def read(path: Path) -> bytes | None:
@@ -90,7 +92,7 @@ def binaries(module: str, variant: Variant, capability: tuple[int, int]) -> Iter
     options = modules.options(variant, target)
     binary = compiler.compile(modules.source(module), f"{module}.cu", options).binary
     if path is None:
-        _say_once(f"platformdirs is not installed and {FOLDER_VARIABLE} is not set")
+        _say_once(f"there is no home folder or no platformdirs, and {FOLDER_VARIABLE} is not set")
     else:
         try:
             write(path, binary)

@@ -37,7 +37,10 @@ def _lines() -> Iterator[str]:
         yield "result    the CUDA kernels do not run here; attention runs on another back end"
         return
     for index in range(count):
-        yield f"GPU {index}     {_gpu(api, index, compiler)}"
+        try:
+            yield f"GPU {index}     {_gpu(api, index, compiler)}"
+        except driver.DriverError as error:
+            yield f"GPU {index}     {error}"
     if torch.version.cuda is None:
         yield "result    this torch cannot use the GPU: install a CUDA build of torch"
 
@@ -45,7 +48,7 @@ def _lines() -> Iterator[str]:
 def _cache() -> str:
     folder = cache.folder()
     if folder is None:
-        return f"none: install platformdirs or set {cache.FOLDER_VARIABLE}; every start compiles"
+        return f"no home folder or no platformdirs, so every start compiles; set {cache.FOLDER_VARIABLE}"
     return f"{folder} ({len(list(folder.glob('*/*')))} compiled kernels; {cache.FOLDER_VARIABLE} moves it)"
 
 

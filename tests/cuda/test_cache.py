@@ -141,7 +141,23 @@ def test_without_platformdirs_kernels_are_compiled_in_memory(
     monkeypatch.delenv(cache.FOLDER_VARIABLE)
     monkeypatch.setitem(sys.modules, "platformdirs", None)
     assert origins() == ["compiled"]
-    assert "platformdirs is not installed" in caplog.text
+    assert "no platformdirs" in caplog.text
+
+
+def homeless(*_: object, **__: object) -> str:
+    raise RuntimeError("could not determine the home directory")
+
+
+@pytest.mark.parametrize("answer", [homeless, lambda *_, **__: "~/.cache/x"], ids=["refuses", "relative"])
+def test_without_a_home_kernels_are_compiled_in_memory(
+    answer: Any, csrc: Path, compiler: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    import platformdirs
+
+    monkeypatch.delenv(cache.FOLDER_VARIABLE)
+    monkeypatch.setattr(platformdirs, "user_cache_dir", answer)
+    assert origins() == ["compiled"]
+    assert "no home folder" in caplog.text
 
 
 def test_the_cache_is_the_users_own_by_default(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,6 +45,20 @@ def test_a_gpu_says_its_kernels_and_where_they_come_from(csrc: Path, compiler: A
     assert "sm_120a" in blackwell
 
 
+def test_a_gpu_that_does_not_answer_is_said_beside_those_that_do(
+    csrc: Path, compiler: Any, library: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library.devices = [("Lost", (9, 0)), ("Ada", (8, 9))]
+    answer = library.cuDeviceGetAttribute
+    monkeypatch.setattr(
+        library,
+        "cuDeviceGetAttribute",
+        lambda value, number, index: answer(value, number, index) if index else 1,
+    )
+    assert "of GPU 0 failed" in lines("GPU 0")[0]
+    assert lines("GPU 1")[0].startswith("Ada")
+
+
 def test_shipped_kernels_are_told_from_compiled_ones(csrc: Path, compiler: Any, library: Any) -> None:
     cache.write(
         modules.shipped_folder() / modules.file_name("mask", modules.VARIANTS[0], "sm_90a"), b"kernel"

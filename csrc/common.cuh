@@ -70,3 +70,20 @@ DEVICE float to_float(u16 bits) {
 #endif
   return value;
 }
+
+// The two elements of a packed pair.
+DEVICE float low_element(u32 pair) {
+#ifdef ELEMENT_FP16
+  return to_float(static_cast<u16>(pair));
+#else
+  return __uint_as_float(pair << 16);
+#endif
+}
+
+DEVICE float high_element(u32 pair) {
+#ifdef ELEMENT_FP16
+  return to_float(static_cast<u16>(pair >> 16));
+#else
+  return __uint_as_float(pair & 0xffff0000u);
+#endif
+}

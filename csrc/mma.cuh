@@ -75,6 +75,20 @@ DEVICE void load_matrices_transposed(u32 (&matrices)[4], u32 row_address) {
                : "r"(row_address));
 }
 
+// Sixteen bytes of a lane to or from shared memory.
+DEVICE void write_words(u32 address, const u32 (&words)[4]) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(words[0]), "r"(words[1]), "r"(words[2]),
+               "r"(words[3])
+               : "memory");
+}
+
+DEVICE void read_words(u32 (&words)[4], u32 address) {
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+               : "r"(address)
+               : "memory");
+}
+
 // c (16 x 8, fp32) += a (16 x 16) * b (16 x 8). With g = lane / 4 and p = 2 * (lane % 4), a lane holds
 // c: (g, p), (g, p + 1), (g + 8, p), (g + 8, p + 1);   a: pairs at (g, p), (g + 8, p), (g, p + 8), (g + 8, p + 8);
 // b: pairs along the rows at (p, g), (p + 8, g).

@@ -65,6 +65,13 @@ DEVICE void tma_load(u32 destination, const TensorMap* map, u32 barrier, int cha
       : "memory");
 }
 
+// Copies `bytes` (a multiple of 16, as both addresses) of plain memory into shared memory.
+DEVICE void bulk_load(u32 destination, const void* source, u32 bytes, u32 barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(destination),
+               "l"(source), "r"(bytes), "r"(barrier)
+               : "memory");
+}
+
 // Copies a box from shared memory to the tensor; rows outside the tensor are not written.
 DEVICE void tma_store(const TensorMap* map, u32 source, int channel, int token, int head, int batch) {
   asm volatile(
@@ -94,6 +101,14 @@ constexpr int kSlabChannels = 64;
 constexpr int kSlabRowBytes = 128;
 
 DEVICE u32 swizzled(u32 slab, int row, int chunk) { return slab + row * kSlabRowBytes + ((chunk ^ (row & 7)) << 4); }
+
+// Loads four 8x8 matrices; lane 8i + r gives the address of row r of matrix i.
+DEVICE void load_matrices(u32& m0, u32& m1, u32& m2, u32& m3, u32 address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(m0), "=r"(m1), "=r"(m2), "=r"(m3)
+               : "r"(address)
+               : "memory");
+}
 
 // Stores four 8x8 matrices; lane 8i + r gives the address of row r of matrix i.
 DEVICE void store_matrices(u32 address, u32 m0, u32 m1, u32 m2, u32 m3) {
@@ -162,7 +177,11 @@ DEVICE void wgmma_m64n128k16_shared(float (&d)[64], u64 a, u64 b, int accumulate
       : "l"(a), "l"(b), "r"(accumulate));
 }
 
-// d[64 x 128] (+)= A[64 x 16] B[16 x 128], A in registers, B in shared memory with its N dimension contiguous.
+// Of B in shared memory: which of its dimensions is contiguous.
+constexpr int kContiguousK = 0, kContiguousN = 1;
+
+// d[64 x 128] (+)= A[64 x 16] B[16 x 128], A in registers, B in shared memory.
+template <int kContiguous = kContiguousN>
 DEVICE void wgmma_m64n128k16_registers(float (&d)[64], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, int accumulate) {
   asm volatile(
       "{\n"
@@ -173,7 +192,7 @@ DEVICE void wgmma_m64n128k16_registers(float (&d)[64], u32 a0, u32 a1, u32 a2, u
       "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
       "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
       "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-      "}, {%64, %65, %66, %67}, %68, accumulate, 1, 1, 1;\n"
+      "}, {%64, %65, %66, %67}, %68, accumulate, 1, 1, %70;\n"
       "}"
       :
         "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
@@ -184,10 +203,11 @@ DEVICE void wgmma_m64n128k16_registers(float (&d)[64], u32 a0, u32 a1, u32 a2, u
         "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
         "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
         "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(accumulate));
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(accumulate), "n"(kContiguous));
 }
 
-// d[64 x 64] (+)= A[64 x 16] B[16 x 64], A in registers, B in shared memory with its N dimension contiguous.
+// d[64 x 64] (+)= A[64 x 16] B[16 x 64], A in registers, B in shared memory.
+template <int kContiguous = kContiguousN>
 DEVICE void wgmma_m64n64k16_registers(float (&d)[32], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, int accumulate) {
   asm volatile(
       "{\n"
@@ -196,14 +216,14 @@ DEVICE void wgmma_m64n64k16_registers(float (&d)[32], u32 a0, u32 a1, u32 a2, u3
       "wgmma.mma_async.sync.aligned.m64n64k16.f32." ELEMENT "." ELEMENT " {"
       "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
       "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-      "}, {%32, %33, %34, %35}, %36, accumulate, 1, 1, 1;\n"
+      "}, {%32, %33, %34, %35}, %36, accumulate, 1, 1, %38;\n"
       "}"
       :
         "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
         "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
         "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
         "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(accumulate));
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(accumulate), "n"(kContiguous));
 }
 
 // ---- registers ---------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The CUDA back end: hybrid mask and block-sparse forward for compute capability 8.0 and newer.
+"""The CUDA back end: hybrid mask, block-sparse forward and backward for compute capability 8.0 and newer.
 
 Nothing to install: the kernels ship compiled, or NVRTC, which every CUDA build of torch brings, compiles them
 for the GPU at hand at the first use. `python -m sparge_core.cuda info` says what this machine runs and why;
@@ -35,15 +35,20 @@ def why_not(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     """
     if not q.is_cuda:
         return f"needs tensors on a CUDA device, got {q.device.type}"
-    if _differentiated(q, k, v):
-        return "needs q, k and v that require no gradient: its kernels have no backward pass"
     if k.shape[2] > _MAX_KEY_TOKENS:
         return f"needs up to {_MAX_KEY_TOKENS} key tokens, got {k.shape[2]}"
-    return _why_not(q.device.index, q.dtype, q.shape[3])
+    reason = _why_not(q.device.index, q.dtype, q.shape[3])
+    if reason is None and _differentiated(q, k, v):
+        reason = _why_no_gradients(q.device.index, q.dtype, q.shape[3])
+    return reason
 
 
 def block_mask(q: Tensor, k: Tensor, config: SparseConfig, scale: float) -> BlockMask:
-    """Hybrid mask of q (B, H, Lq, D), k (B, H, Lk, D), decided on the GPU without a synchronisation."""
+    """Hybrid mask of q (B, H, Lq, D), k (B, H, Lk, D), decided on the GPU without a synchronisation.
+
+    It is not differentiated.
+    """
+    q, k = q.detach(), k.detach()
     bits, counts, order = _operators.block_mask(q, k, config.top_k, config.top_p, config.sparsity, scale)
     return BlockMask(bits, counts, q.shape[2], k.shape[2], order)
 
@@ -53,7 +58,8 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of q (B, H, Lq, D) to the kept blocks of k, v (B, H, Lk, D); the output has q's strides.
 
-    return_lse: also log2(sum over kept keys of exp(scale * q . k)), float32 (B, H, Lq).
+    Differentiable once in q, k and v. return_lse: also log2(sum over kept keys of exp(scale * q . k)),
+    float32 (B, H, Lq), which is not differentiated.
     """
     order = mask.order
     if order is None:  # a mask that did not come from these kernels: any order is right
@@ -84,6 +90,11 @@ def _why_not(device_index: int, dtype: torch.dtype, head_dim: int) -> str | None
     return _remembered(device_index, dtype, head_dim)
 
 
+@torch.compiler.assume_constant_result
+def _why_no_gradients(device_index: int, dtype: torch.dtype, head_dim: int) -> str | None:
+    return _remembered_gradients(device_index, dtype, head_dim)
+
+
 @functools.cache
 def _remembered(device_index: int, dtype: torch.dtype, head_dim: int) -> str | None:
     if torch.version.hip is not None:
@@ -101,10 +112,26 @@ def _remembered(device_index: int, dtype: torch.dtype, head_dim: int) -> str | N
             )
         launch.prepare(device_index, dtype, head_dim)
     except Exception as error:  # whatever it is, the next back end serves; it is said once and remembered
-        logger.warning("The CUDA kernels cannot be used on GPU %d: %s", device_index, error)
-        sentence = next(iter(str(error).splitlines()), type(error).__name__)
-        return f"needs kernels for this GPU: {sentence}"
+        return _failure(device_index, error)
     return None
+
+
+@functools.cache
+def _remembered_gradients(device_index: int, dtype: torch.dtype, head_dim: int) -> str | None:
+    """Asked only where `_remembered` says None: most processes never take a gradient."""
+    try:
+        family = modules.family(launch.device(device_index).capability)
+        for module, name in (("backward_prepare", "row_records"), (f"backward_{family}", "row_gradients")):
+            launch.kernel(module, name, device_index, dtype, head_dim)
+    except Exception as error:
+        return _failure(device_index, error)
+    return None
+
+
+def _failure(device_index: int, error: Exception) -> str:
+    logger.warning("The CUDA kernels cannot be used on GPU %d: %s", device_index, error)
+    sentence = next(iter(str(error).splitlines()), type(error).__name__)
+    return f"needs kernels for this GPU: {sentence}"
 
 
 def _dotted(capability: tuple[int, int]) -> str:

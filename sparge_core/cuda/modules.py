@@ -53,6 +53,9 @@ MODULES = {
         Module("mask", ("common.cuh", "mask.cu")),
         Module("forward_mma", ("common.cuh", "mma.cuh", "forward_mma.cu")),
         Module("forward_sm90", ("common.cuh", "sm90.cuh", "forward_sm90.cu"), ("sm_90a",)),
+        Module("backward_prepare", ("common.cuh", "backward.cuh", "backward_prepare.cu")),
+        Module("backward_mma", ("common.cuh", "backward.cuh", "mma.cuh", "backward_mma.cu")),
+        Module("backward_sm90", ("common.cuh", "backward.cuh", "sm90.cuh", "backward_sm90.cu"), ("sm_90a",)),
     )
 }
 HEAD_DIMS = (64, 128)
@@ -101,9 +104,14 @@ def _number(architecture: str) -> int:
     return int(architecture.removeprefix("sm_").removesuffix("a"))
 
 
+def family(capability: tuple[int, int]) -> str:
+    """The fastest kernels for a GPU: "sm90" or "mma"."""
+    return "sm90" if capability == (9, 0) else "mma"
+
+
 def forward_module(capability: tuple[int, int]) -> str:
     """The fastest forward module for a GPU."""
-    return "forward_sm90" if capability == (9, 0) else "forward_mma"
+    return f"forward_{family(capability)}"
 
 
 def source_folder() -> Path:

@@ -1,4 +1,4 @@
-"""The two operators of the namespace `sparge_attention2`: schemas, shapes for tracing, and what runs on CUDA.
+"""The operators of the namespace `sparge_attention2`: schemas, shapes, gradients, and what runs on CUDA.
 
 Importing this module registers them, once per process even where the package is imported under two names.
 They are the door to the kernels: tensors that do not belong together are refused here, before any launch.
@@ -10,12 +10,13 @@ import contextlib
 import math
 from collections.abc import Iterator
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..geometry import BLOCK_K, BLOCK_Q, WORD_BITS, num_blocks
-from . import forward_mma, forward_sm90, launch, mask_kernels, modules
+from . import backward_mma, backward_sm90, forward_mma, forward_sm90, launch, mask_kernels, modules
 
 NAMESPACE = "sparge_attention2"
 _BLOCK_MASK_SCHEMA = (
@@ -26,24 +27,29 @@ _FORWARD_SCHEMA = (
     "forward(Tensor q, Tensor k, Tensor v, Tensor bits, Tensor counts, Tensor order, float scale)"
     " -> (Tensor out, Tensor lse)"
 )
+_BACKWARD_SCHEMA = (
+    "backward(Tensor d_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor bits, Tensor counts,"
+    " Tensor order, float scale) -> (Tensor d_q, Tensor d_k, Tensor d_v)"
+)
 # A compiled graph must hand over q, k and v with the strides it was traced with: the output gets those of q.
 _TAGS = (
     torch.Tag.pt2_compliant_tag,
     getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order),
 )
 
-_FORWARD = {"forward_sm90": forward_sm90, "forward_mma": forward_mma}
+# By family of kernels: "sm90" for compute capability 9.0, "mma" for every GPU.
+_FORWARD: dict[str, ModuleType] = {"sm90": forward_sm90, "mma": forward_mma}
+_BACKWARD: dict[str, ModuleType] = {"sm90": backward_sm90, "mma": backward_mma}
 _forced: str | None = None
 
 
 @contextlib.contextmanager
 def force(family: str) -> Iterator[None]:
-    """Within it every forward pass uses the "sm90" or the "mma" kernels, for tests and measurements."""
-    module = f"forward_{family}"
-    if module not in _FORWARD:
-        raise ValueError(f"There are no forward kernels {family!r}; choose 'sm90' or 'mma'.")
+    """Within it every pass uses the "sm90" or the "mma" kernels, for tests and measurements."""
+    if family not in _FORWARD:
+        raise ValueError(f"There are no kernels {family!r}; choose 'sm90' or 'mma'.")
     global _forced
-    before, _forced = _forced, module
+    before, _forced = _forced, family
     try:
         yield
     finally:
@@ -63,7 +69,26 @@ def _forward(
     _check_tensors(q, k, v)
     _check_mask(q, k, bits, counts, order)
     _check_scale(scale)
-    return _launcher(q.device.index).forward(q, k, v, bits, counts, order, scale)
+    return _FORWARD[_family(q.device.index)].forward(q, k, v, bits, counts, order, scale)
+
+
+def _backward(
+    d_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    bits: Tensor,
+    counts: Tensor,
+    order: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    _check_tensors(q, k, v)
+    _check_mask(q, k, bits, counts, order)
+    _check_results(q, d_out, out, lse)
+    _check_scale(scale)
+    return _BACKWARD[_family(q.device.index)].backward(d_out, q, k, v, out, lse, bits, counts, order, scale)
 
 
 def attention(
@@ -94,12 +119,14 @@ def attention(
     mask_kernels.enqueue(
         q, k, sizes, top_p, sparsity, scale, bits=bits, counts=counts, order=order, scratch=base
     )
-    _launcher(q.device.index).enqueue(out, q, k, v, scale, lse=lse, bits=bits, counts=counts, order=order)
+    _FORWARD[_family(q.device.index)].enqueue(
+        out, q, k, v, scale, lse=lse, bits=bits, counts=counts, order=order
+    )
     return out
 
 
-def _launcher(device_index: int) -> ModuleType:
-    return _FORWARD[_forced or modules.forward_module(launch.device(device_index).capability)]
+def _family(device_index: int) -> str:
+    return _forced or modules.family(launch.device(device_index).capability)
 
 
 def _block_mask_shapes(
@@ -118,6 +145,29 @@ def _forward_shapes(
     q: Tensor, k: Tensor, v: Tensor, bits: Tensor, counts: Tensor, order: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
     return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+def _backward_shapes(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.scale = inputs
+    out, lse = output
+    ctx.mark_non_differentiable(lse)
+    ctx.save_for_backward(*tensors, out, lse)
+
+
+def _gradients(ctx: Any, d_out: Tensor, _d_lse: Tensor) -> tuple[Tensor | None, ...]:
+    q, k, v, bits, counts, order, out, lse = ctx.saved_tensors
+    grads = getattr(torch.ops, NAMESPACE).backward(d_out, q, k, v, out, lse, bits, counts, order, ctx.scale)
+    return (*grads, None, None, None, None)
+
+
+def _refuse_second_derivatives(ctx: Any, *_: Tensor) -> None:
+    raise RuntimeError(
+        'The CUDA kernels of sparse attention can be differentiated once; use the back end "dense" for more.'
+    )
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -141,6 +191,21 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         "also of one number of tokens; got "
         f"{_described(q, k, v)}."
     )
+
+
+def _check_results(q: Tensor, d_out: Tensor, out: Tensor, lse: Tensor) -> None:
+    if not (
+        d_out.shape == out.shape == q.shape
+        and d_out.dtype == out.dtype == q.dtype
+        and lse.shape == q.shape[:3]
+        and lse.dtype == torch.float32
+        and lse.is_contiguous()
+        and q.get_device() == d_out.get_device() == out.get_device() == lse.get_device()
+    ):
+        raise ValueError(
+            f"The output of q {tuple(q.shape)}, {q.dtype} on {q.device} and its gradient are like q, the LSE "
+            f"is contiguous float32 {tuple(q.shape[:3])}; got {_described(d_out, out, lse)}."
+        )
 
 
 def _check_scale(scale: float) -> None:
@@ -184,11 +249,14 @@ def _register() -> torch.library.Library | None:
     for schema, run, shapes in (
         (_BLOCK_MASK_SCHEMA, _block_mask, _block_mask_shapes),
         (_FORWARD_SCHEMA, _forward, _forward_shapes),
+        (_BACKWARD_SCHEMA, _backward, _backward_shapes),
     ):
         name = schema.partition("(")[0]
         library.define(schema, tags=_TAGS)
         library.impl(name, run, "CUDA")
         torch.library.register_fake(f"{NAMESPACE}::{name}", shapes, lib=library)
+    torch.library.register_autograd(f"{NAMESPACE}::forward", _gradients, setup_context=_save, lib=library)
+    torch.library.register_autograd(f"{NAMESPACE}::backward", _refuse_second_derivatives, lib=library)
     return library
 
 

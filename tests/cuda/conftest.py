@@ -169,6 +169,7 @@ def no_memory() -> Iterator[None]:
         launch._library,
         launch._tensor_map,
         cuda._remembered,
+        cuda._remembered_gradients,
     )
     for memory in memories:
         memory.cache_clear()

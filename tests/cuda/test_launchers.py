@@ -12,7 +12,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparge_core.cuda import forward_mma, forward_sm90, launch, mask_kernels, operators
+from sparge_core.cuda import (
+    backward_mma,
+    backward_sm90,
+    forward_mma,
+    forward_sm90,
+    launch,
+    mask_kernels,
+    operators,
+)
 
 
 @pytest.fixture
@@ -67,3 +75,15 @@ def test_attention_in_one_launches_what_the_two_operators_do(sparsity: float, gp
     masks = mask_kernels.block_mask(q, k, 0.1, 0.2, sparsity, 1.0)
     forward_sm90.forward(q, k, v, *masks, 1.0)
     assert [seen["grid"] for seen in launches] == [seen["grid"] for seen in gpu.launches]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", [backward_mma, backward_sm90], ids=["mma", "sm90"])
+def test_backward_launchers_pack_the_structs_of_their_kernels(launcher: Any, gpu: Any) -> None:
+    q, k, v = inputs(300, 500)
+    masks = [torch.zeros_like(x) for x in operators._block_mask_shapes(q, k, 0.1, 0.2, 0.0, 1.0)]
+    gradients = launcher.backward(torch.zeros_like(q), q, k, v, q, torch.zeros(q.shape[:3]), *masks, 1.0)
+    assert [gradient.stride() for gradient in gradients] == [x.stride() for x in (q, k, v)]
+    # The records, the transposed mask and its order; dK and dV of 8 columns a head; dQ of 3 rows a head.
+    assert [seen["stream"] for seen in gpu.launches] == [77] * 5
+    assert [seen["grid"][0] for seen in gpu.launches[-2:]] == [2 * 4 * 8, 2 * 4 * 3]

@@ -45,6 +45,7 @@ def test_shipped_kernels_serve_only_gpus_that_run_them() -> None:
 
 
 def test_only_compute_capability_9_0_takes_the_hopper_kernels() -> None:
+    assert modules.family((9, 0)) == "sm90"
     assert modules.forward_module((9, 0)) == "forward_sm90"
     for other in ((8, 0), (8, 9), (10, 0), (12, 0), (13, 0)):
         assert modules.forward_module(other) == "forward_mma"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import sparge_core
 from sparge_core import SparseConfig, cuda, sparse_attention
-from sparge_core.cuda import forward_mma, forward_sm90, launch, mask_kernels, operators
+from sparge_core.cuda import launch, mask_kernels, operators
 
 CONFIG = SparseConfig(top_k=0.1, top_p=0.3)
 
@@ -60,6 +61,35 @@ def test_fake_results_have_the_shapes_of_a_mask(q_len: int, k_len: int) -> None:
     assert (lse.shape, lse.dtype) == ((2, 3, q_len), torch.float32)
 
 
+def test_gradients_have_the_layouts_of_what_they_belong_to() -> None:
+    """Of the operator itself and of autograd through the forward pass, whose LSE requires no gradient."""
+    with FakeTensorMode():  # on the CPU, as without a GPU autograd has no thread for one
+        q = half(2, 300, 3, 64, device="cpu").permute(0, 2, 1, 3).requires_grad_()
+        k = half(2, 3, 500, 64, device="cpu").requires_grad_()
+        v = half(500, 2, 3, 64, device="cpu").permute(1, 2, 0, 3).requires_grad_()
+        masks = torch.ops.sparge_attention2.block_mask(q, k, 0.1, 0.1, 0.0, 0.1)
+        assert not any(x.requires_grad for x in masks)
+        out, lse = torch.ops.sparge_attention2.forward(q, k, v, *masks, 0.1)
+        assert out.requires_grad
+        assert not lse.requires_grad
+        d_out = torch.empty_like(out)
+        by_operator = torch.ops.sparge_attention2.backward(d_out, q, k, v, out, lse, *masks, 0.1)
+        for gradients in (by_operator, torch.autograd.grad(out, (q, k, v), d_out)):
+            for gradient, x in zip(gradients, (q, k, v), strict=True):
+                assert (gradient.shape, gradient.dtype) == (x.shape, x.dtype)
+                assert gradient.stride() == x.stride()
+
+
+def test_a_second_derivative_is_refused_with_what_to_do() -> None:
+    with FakeTensorMode():
+        q, k, v = (half(1, 2, 300, 64, device="cpu").requires_grad_() for _ in range(3))
+        masks = torch.ops.sparge_attention2.block_mask(q, k, 0.1, 0.1, 0.0, 0.1)
+        out, _ = torch.ops.sparge_attention2.forward(q, k, v, *masks, 0.1)
+        (d_q,) = torch.autograd.grad(out, q, torch.empty_like(out).requires_grad_(), create_graph=True)
+        with pytest.raises(RuntimeError, match='once; use the back end "dense"'):
+            torch.autograd.grad(d_q, k, torch.empty_like(d_q))
+
+
 def test_the_output_keeps_the_layout_of_q() -> None:
     with FakeTensorMode():
         q = half(2, 300, 3, 64).permute(0, 2, 1, 3)
@@ -76,6 +106,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         assert Path(__file__).read_bytes()
 
     monkeypatch.setattr(cuda, "_remembered", ready)
+    monkeypatch.setattr(cuda, "_remembered_gradients", ready)
     torch._dynamo.reset()
     return []
 
@@ -115,6 +146,9 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(mask_kernels, "block_mask", lambda *arguments: reached.append("mask"))
     for name, launcher in operators._FORWARD.items():
         monkeypatch.setattr(launcher, "forward", lambda *arguments, name=name: reached.append(name))
+    for name, launcher in operators._BACKWARD.items():
+        backward = f"{name} backward"
+        monkeypatch.setattr(launcher, "backward", lambda *arguments, name=backward: reached.append(name))
     return reached
 
 
@@ -203,8 +237,48 @@ def test_tensors_of_several_devices_are_refused_before_any_launch(
     assert launched == []
 
 
+def results_of(q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradient of the output, output and LSE of a forward pass."""
+    return torch.zeros_like(q), torch.zeros_like(q), torch.zeros(q.shape[:3])
+
+
+def call_backward(
+    tensors: tuple[Tensor, ...], results: tuple[Tensor, ...], masks: list[Tensor], scale: float = 1.0
+) -> None:
+    d_out, out, lse = results
+    operators._backward(d_out, *tensors, out, lse, *masks, scale)
+
+
+@pytest.mark.parametrize("index", [0, 1, 2])
+@pytest.mark.parametrize(
+    "spoil",
+    [lambda x: x.double(), lambda x: x[:, :, 1:], lambda x: x.transpose(0, 1)],
+    ids=["dtype", "tokens", "shape"],
+)
+def test_results_that_do_not_fit_are_refused_before_any_launch(
+    index: int, spoil: Callable[[Tensor], Tensor], launched: list[str]
+) -> None:
+    results = list(results_of(GOOD[0]))
+    results[index] = spoil(results[index])
+    with pytest.raises(ValueError, match="are like q, the LSE is contiguous float32") as caught:
+        call_backward(GOOD, tuple(results), mask_of(*GOOD[:2]))
+    assert str(tuple(results[index].shape)) in str(caught.value)
+    assert launched == []
+
+
+def test_what_the_forward_pass_refuses_the_backward_pass_refuses_too(launched: list[str]) -> None:
+    results, masks = results_of(GOOD[0]), mask_of(*GOOD[:2])
+    with pytest.raises(ValueError, match="The CUDA kernels take"):
+        call_backward((GOOD[0], GOOD[1].bfloat16(), GOOD[2]), results, masks)
+    with pytest.raises(ValueError, match="contiguous int32"):
+        call_backward(GOOD, results, [masks[0].long(), *masks[1:]])
+    with pytest.raises(ValueError, match="scale above 0"):
+        call_backward(GOOD, results, masks, -1.0)
+    assert launched == []
+
+
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0), (12, 0)])
-def test_the_forward_kernels_are_those_of_the_gpu_unless_forced(
+def test_the_kernels_are_those_of_the_gpu_unless_forced(
     capability: tuple[int, int], launched: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launch, "device", lambda index: launch.Device(0, "", capability, 1, 1, 1))
@@ -215,8 +289,14 @@ def test_the_forward_kernels_are_those_of_the_gpu_unless_forced(
         with cuda.force("sm90"):
             call()
     call()
-    own = "forward_sm90" if capability == (9, 0) else "forward_mma"
-    assert launched == [own, "forward_mma", "forward_sm90", own]
+    own = "sm90" if capability == (9, 0) else "mma"
+    assert launched == [own, "mma", "sm90", own]
+    launched.clear()
+    call = lambda: call_backward(GOOD, results_of(GOOD[0]), mask_of(*GOOD[:2]))  # noqa: E731
+    call()
+    with cuda.force("mma"):
+        call()
+    assert launched == [f"{own} backward", "mma backward"]
 
 
 def test_forcing_kernels_that_do_not_exist_says_which_do() -> None:
@@ -237,7 +317,9 @@ def test_a_mask_without_an_order_gets_one(monkeypatch: pytest.MonkeyPatch) -> No
     assert seen[0].tolist() == list(range(2 * 3 * 3))
 
 
-@pytest.mark.parametrize("module", [forward_mma, forward_sm90], ids=lambda module: module.__name__)
-def test_launchers_take_what_the_operator_hands_over(module: Any) -> None:
-    names = module.forward.__code__.co_varnames[: module.forward.__code__.co_argcount]
-    assert names == ("q", "k", "v", "bits", "counts", "order", "scale")
+@pytest.mark.parametrize("family", ["mma", "sm90"])
+def test_launchers_take_what_the_operators_hand_over(family: str) -> None:
+    names = inspect.signature(operators._FORWARD[family].forward).parameters
+    assert tuple(names) == ("q", "k", "v", "bits", "counts", "order", "scale")
+    names = inspect.signature(operators._BACKWARD[family].backward).parameters
+    assert tuple(names) == ("d_out", "q", "k", "v", "out", "lse", "bits", "counts", "order", "scale")

@@ -41,10 +41,24 @@ def test_tensors_on_the_cpu_never_touch_cuda(monkeypatch: pytest.MonkeyPatch) ->
     assert why_not(device="cpu") == "needs tensors on a CUDA device, got cpu"
 
 
-def test_gradients_go_to_another_back_end(csrc: Path, compiler: Any, library: Any) -> None:
-    assert "no backward pass" in (why_not(requires_grad=True) or "")
+def test_the_backward_kernels_are_loaded_where_gradients_are_needed(
+    csrc: Path, compiler: Any, library: Any
+) -> None:
     with torch.no_grad():
         assert why_not(requires_grad=True) is None
+    assert len(library.loaded) == 2
+    assert why_not(requires_grad=True) is None
+    assert len(library.loaded) == 4
+
+
+def test_without_backward_kernels_only_gradients_go_to_another_back_end(
+    csrc: Path, compiler: Any, library: Any
+) -> None:
+    assert why_not() is None
+    compiler.error = nvrtc.CompilerError("nvrtc-12.8 cannot compile backward_sm90.cu: why")
+    reason = why_not(requires_grad=True)
+    assert reason == "needs kernels for this GPU: nvrtc-12.8 cannot compile backward_sm90.cu: why"
+    assert why_not() is None
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
+from sparge_core.cuda.modules import source_folder
 from sparge_core.geometry import BLOCK_K, BLOCK_Q, last_block_tokens, num_blocks, target_blocks, top_k_blocks
 
 
 def test_block_sizes_are_those_of_the_method() -> None:
     assert (BLOCK_Q, BLOCK_K) == (128, 64)
+
+
+def test_the_kernels_have_the_same_blocks() -> None:
+    source = (source_folder() / "common.cuh").read_text(encoding="utf-8")
+    found = dict(re.findall(r"constexpr int kBlock([QK]) = (\d+);", source))
+    assert found == {"Q": str(BLOCK_Q), "K": str(BLOCK_K)}
 
 
 @pytest.mark.parametrize(

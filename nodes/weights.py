@@ -20,7 +20,7 @@ from torch.nn import Module, Parameter
 
 from ..sparge_core.wan import FULL, Student, StudentError, check_base, convert, convert_metadata
 from ..sparge_core.wan.header import refusal
-from ..sparge_core.wan.keys import QUANTISATION, SCALED_FP8
+from ..sparge_core.wan.keys import QUANTISATION, SCALED_FP8, strip
 from ..sparge_core.wan.students import some
 from . import host
 
@@ -62,6 +62,9 @@ def load_full(student: Student, disable_dynamic: bool = False) -> ModelPatcher:
             raise
         reason = str(error).split("\n", 1)[-1].strip().split("\n")[0]
         raise _unfit(student, f"but its shapes are not those of that model ({reason})") from None
+    except (ArithmeticError, AssertionError, LookupError, TypeError, ValueError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise _unfit(student, f"but ComfyUI cannot build a model of its shapes ({reason})") from None
     if model is None:
         raise _unfit(student, "but ComfyUI has no model like it")
     _check_all_loaded(student, model, given)
@@ -90,8 +93,8 @@ def _weights(names: Any) -> set[str]:
 
 def _patch(student: Student, base: ModelPatcher) -> ModelPatcher:
     """A clone of `base` with the patches of a diff or a low-rank file."""
-    model = base.model.diffusion_model
-    check_base(student, {name: tuple(weight.shape) for name, weight in model.named_parameters()})
+    model = base.get_model_object("diffusion_model")
+    check_base(student, {strip(name): tuple(weight.shape) for name, weight in model.named_parameters()})
     names = comfy.lora.model_lora_keys_unet(base.model, {})
     patches = comfy.lora.load_lora(convert(student, _read(student)), names, log_missing=False)
     lone = {key: patches.pop(key) for key in list(patches) if _is_lone(model, key.removeprefix(PREFIX))}

@@ -65,7 +65,7 @@ def convert_metadata(student: Student) -> dict[str, str]:
         for layer, settings in content["layers"].items():
             name = scheme.parse(f"{layer}.weight")
             layers[name.target.removesuffix(".weight") if name else layer] = settings
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise refusal(student.path, f"has damaged metadata, {QUANTISATION_METADATA}", AGAIN) from None
     return {QUANTISATION_METADATA: json.dumps({**content, "layers": layers})}
 
@@ -88,10 +88,11 @@ def check_base(student: Student, base: Mapping[str, tuple[int, ...]]) -> None:
             f"a base of Wan {size_name(student.dim, student.layers)}",
         )
     absent = sorted({name.target for name in student.names.values()} - base.keys())
+    factored = {name.target for name in student.names.values() if name.role in wan.LOW_RANK}
     unlike = sorted(
         target
         for target, shape in student.shapes.items()
-        if target in base and (math.prod(shape), shape[:1]) != (math.prod(base[target]), base[target][:1])
+        if target in base and not _fits(shape, base[target], factored=target in factored)
     )
     findings = [
         f"{len(found)} of its parameters {what} ({some(found)})"
@@ -105,3 +106,10 @@ def check_base(student: Student, base: Mapping[str, tuple[int, ...]]) -> None:
             f"{connect}; those for text, images and control differ.",
             "a base that has all parameters that it changes",
         )
+
+
+def _fits(shape: tuple[int, ...], base: tuple[int, ...], *, factored: bool) -> bool:
+    """Whether a change of this shape can be added. The product of a low-rank pair is brought into shape."""
+    if not factored:
+        return shape == base
+    return (math.prod(shape), shape[:1]) == (math.prod(base), base[:1])

@@ -175,6 +175,16 @@ WIDTH = (
     ("modulation", -1),
 )
 
+# Parameters by which ComfyUI sizes a full model before it compares shapes, so that they must agree: how many
+# axes they have, and which of them are the model's width.
+SIZING = (
+    ("patch_embedding.weight", 5, (0,)),
+    ("head.head.weight", 2, (1,)),
+    ("head.modulation", 3, (2,)),
+    ("blocks.0.ffn.0.weight", 2, (1,)),
+    ("blocks.0.self_attn.q.weight", 2, (0, 1)),
+)
+
 # ----------------------------------------------------------------------------------------------------------
 # What stands around a name
 

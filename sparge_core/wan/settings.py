@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -30,7 +31,11 @@ def settings_of(path: Path, metadata: Mapping[str, str]) -> tuple[SparseConfig |
     except StudentError:
         raise
     except ValueError as error:
-        raise StudentError(f"{path.name}: {error}") from None
+        do = (
+            "Get a file that was made for this version; its weights were distilled for settings unknown here."
+        )
+        what = f"carries settings that cannot be used: {str(error).rstrip('.')}"
+        raise refusal(path, what, do, "settings as SpargeAttention2 writes them, or none") from None
 
 
 def _of_other_method(path: Path, metadata: Mapping[str, str]) -> tuple[SparseConfig | None, str | None]:
@@ -69,7 +74,9 @@ def peft_alpha(path: Path, metadata: Mapping[str, str]) -> float | None:
         special = [name for name in ("use_rslora", "use_dora", "alpha_pattern") if settings.get(name)]
         alpha = settings.get("lora_alpha")
         alpha = None if alpha is None else float(alpha)
-    except (ValueError, TypeError, AttributeError):
+        if alpha is not None and not math.isfinite(alpha):
+            raise ValueError
+    except (ValueError, TypeError, AttributeError, RecursionError):
         raise refusal(path, f"has damaged metadata, {PEFT_METADATA}", "Save it again.") from None
     if special:
         raise refusal(path, f"is scaled by {', '.join(special)}", "Save it as a plain low-rank file or diff.")
@@ -83,7 +90,7 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, st
         if isinstance(value, str) and value.lstrip().startswith("{"):
             try:
                 value = json.loads(value)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
         if isinstance(value, dict):
             yield from _flat(value, f"{name}.")

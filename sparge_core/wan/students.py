@@ -7,6 +7,7 @@ takes milliseconds; no file is opened as a pickle, whatever its name.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -110,6 +111,7 @@ def read_student(path: Path | str) -> Student:
             "parameters are missing": wan.missing_parameters(targets) if kind == FULL else [],
             "low-rank pairs are incomplete or do not fit together": unpaired,
             "parameters differ in shape between blocks": _uneven(header, names) if kind == FULL else [],
+            "parameters are not of its width": _misfits(header, names, dim) if kind == FULL else [],
         },
     )
     _check_dtypes(path, header, names)
@@ -160,7 +162,8 @@ def _shapes(header: Header, names: Mapping[str, Name]) -> tuple[dict[str, tuple[
     unpaired = []
     for target, pair in factors.items():
         up, down = pair.get(Role.UP, ()), pair.get(Role.DOWN, ())
-        if len(up) > 1 and len(down) > 1 and up[1] == down[0]:
+        alpha = pair.get(Role.ALPHA, ())
+        if len(up) > 1 and len(down) > 1 and up[1] == down[0] > 0 and math.prod(alpha) == 1:
             shapes[target] = (up[0], *down[1:])
         else:
             unpaired.append(target)
@@ -193,6 +196,18 @@ def _uneven(header: Header, names: Mapping[str, Name]) -> list[str]:
         if first.setdefault((block[1], block[3]), info.shape) != info.shape:
             uneven.append(name.target)
     return uneven
+
+
+def _misfits(header: Header, names: Mapping[str, Name], dim: int | None) -> list[str]:
+    """Parameters whose shapes would let ComfyUI build a model of another width, packed numbers aside."""
+    infos = {name.target: header.tensors[key] for key, name in names.items()}
+    return [
+        target
+        for target, axes, widths in wan.SIZING
+        if target in infos
+        and infos[target].dtype in FLOATS
+        and (len(infos[target].shape) != axes or any(infos[target].shape[axis] != dim for axis in widths))
+    ]
 
 
 def _main_dtype(header: Header, names: Mapping[str, Name]) -> str:
@@ -243,15 +258,16 @@ def _check_whole(path: Path, looks: str, findings: Mapping[str, Sequence[str]]) 
 
 
 def _check_dtypes(path: Path, header: Header, names: Mapping[str, Name]) -> None:
-    """Integers are a weight only where the file says how they are quantised."""
+    """Integers are a weight only where the file says how they are quantised, and no other parameter ever."""
     if QUANTISATION_METADATA in header.metadata:
         return
     targets = {name.target for name in names.values()}
     bare = [
         key
         for key, name in names.items()
-        if name.target.endswith(".weight")
-        and header.tensors[key].dtype not in FLOATS
+        if header.tensors[key].dtype not in FLOATS
+        and name.role is not Role.ALPHA
+        and name.target.rpartition(".")[2] not in wan.QUANTISATION
         and not any(name.target.removesuffix("weight") + leaf in targets for leaf in wan.QUANTISED)
     ]
     if bare:

@@ -118,6 +118,13 @@ def test_low_rank_pairs_of_convolutions_fit(save: Save) -> None:
     assert "another shape" in base_refusal(save({**wrong, **blocks}), wan_model())
 
 
+@pytest.mark.parametrize("ending", [".diff", ".set_weight"])
+def test_a_diff_of_as_many_numbers_in_another_shape_does_not_fit(save: Save, ending: str) -> None:
+    """ComfyUI would pass over it with a line in its log."""
+    flat = {f"patch_embedding{ending}": (64, 64), f"blocks.0.self_attn.q{ending}": (64, 64)}
+    assert "1 of its parameters have another shape" in base_refusal(save(flat), wan_model())
+
+
 def test_a_base_of_another_size_is_named(save: Save) -> None:
     path = save(low_rank(ATTENTION, ".lora_up.weight", ".lora_down.weight"))
     text = base_refusal(path, wan_model(dim=1536, ffn=64, layers=30))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import struct
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -187,11 +188,40 @@ def with_header(path: Path, header: object, data: int) -> Path:
             "a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]},
             "b": {"dtype": "F32", "shape": [1], "data_offsets": [2, 6]},
         },
+        {"a": {"dtype": "F32", "shape": [2.0], "data_offsets": [0, 8]}},
+        {"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8.0]}},
+        {"a": {"dtype": "F32", "shape": [-1, -2], "data_offsets": [0, 8]}},
+        {"a": {"dtype": "F32", "shape": [True, 2], "data_offsets": [0, 8]}},
+        {"a": {"dtype": ["F32"], "shape": [2], "data_offsets": [0, 8]}},
+        {"__metadata__": 5, "a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}},
+        {"__metadata__": ["x"], "a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}},
+        {"__metadata__": {"x": {}}, "a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}},
+        b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        b'{"a":{"dtype":"F32","shape":[' + b"9" * 5000 + b'],"data_offsets":[0,8]}}',
+        '{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}'.encode("utf-16-le"),
     ],
-    ids=range(11),
+    ids=range(22),
 )
 def test_damaged_headers_are_refused(tmp_path: Path, header: object) -> None:
     assert "damaged header" in message(with_header(tmp_path / "a.safetensors", header, 8))
+
+
+def test_what_a_file_calls_its_tensors_stays_in_one_line(tmp_path: Path) -> None:
+    header = {"a\nb\x1b[31m\tc": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}
+    text = message(with_header(tmp_path / "a.safetensors", header, 8))
+    assert text.isprintable()
+    assert "(a b [31m c)" in text
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_a_damaged_archive_is_a_pickle_too(tmp_path: Path, method: int) -> None:
+    path = tmp_path / "student.pth"
+    with zipfile.ZipFile(path, "w", method) as archive:
+        archive.writestr("student/data.pkl", bytes(1000))
+    data = bytearray(path.read_bytes())
+    data[50:58] = b"\xff" * 8  # in what is compressed
+    path.write_bytes(data)
+    assert "not opened" in message(path)
 
 
 def test_an_unknown_number_format_is_named(tmp_path: Path) -> None:

@@ -224,6 +224,37 @@ def test_a_block_of_another_shape_is_refused(save: Save) -> None:
     assert "blocks.1.ffn.0.weight" in text
 
 
+@pytest.mark.parametrize(
+    ("key", "shape"),
+    [
+        ("patch_embedding.weight", (64,)),
+        ("head.head.weight", ()),
+        ("head.modulation", (1, 2, 99_999)),
+        ("blocks.0.ffn.0.weight", ()),
+        ("blocks.0.self_attn.q.weight", (99_999, 1)),
+    ],
+)
+def test_shapes_that_would_make_a_model_of_another_width_are_refused(
+    save: Save, key: str, shape: tuple[int, ...]
+) -> None:
+    """ComfyUI takes a model's size from these and would fail on them, or allocate what the file lacks."""
+    text = refused(save(wan_model(layers=1) | {key: shape}))
+    assert "not of its width" in text
+    assert key in text or "99999" in text
+
+
+def test_a_low_rank_pair_without_a_rank_is_refused(save: Save) -> None:
+    pairs = low_rank(ATTENTION, ".lora_up.weight", ".lora_down.weight", rank=0)
+    assert "do not fit together" in refused(save(pairs))
+
+
+def test_an_alpha_is_one_number_of_any_kind(save: Save) -> None:
+    pairs = low_rank(ATTENTION, ".lora_up.weight", ".lora_down.weight")
+    whole = {f"{module}.alpha": torch.tensor(4) for module in ATTENTION}
+    assert read_student(save({**pairs, **whole})).kind == LOW_RANK
+    assert "do not fit together" in refused(save({**pairs, **whole, "blocks.0.self_attn.q.alpha": (4,)}))
+
+
 def test_a_file_without_tensors_is_refused(save: Save) -> None:
     assert "holds no tensors" in refused(save({}))
 
@@ -278,6 +309,9 @@ def test_8_bit_weights_of_turbodiffusion_are_refused_by_name(save: Save) -> None
 def test_integer_weights_without_scales_are_refused(save: Save, dtype: torch.dtype) -> None:
     content = {**wan_model(), "blocks.0.ffn.0.weight": torch.zeros(128, 64, dtype=dtype)}
     assert "and no scales" in refused(save(content))
+    bias = {**wan_model(), "blocks.0.ffn.0.bias": torch.zeros(128, dtype=dtype)}
+    assert "and no scales" in refused(save(bias))
+    assert "and no scales" in refused(save({"blocks.0.diff_m": torch.zeros(1, 6, 64, dtype=dtype)}))
     quantised = {"layers": {"blocks.0.ffn.0": {"format": "int8_tensorwise"}}}
     read_student(save(content, metadata={"_quantization_metadata": json.dumps(quantised)}))
 
@@ -318,9 +352,20 @@ def test_settings_that_cannot_be_used_are_refused_with_the_files_name(
     save: Save, change: dict[str, str]
 ) -> None:
     metadata = {**OURS.to_metadata(), **{f"sparge_attention2.{key}": value for key, value in change.items()}}
-    path = save(wan_model(), metadata=metadata)
-    with pytest.raises(StudentError, match=f"^{path.name}: .*{next(iter(change))}"):
-        read_student(path)
+    text = refused(save(wan_model(), metadata=metadata))
+    assert "carries settings that cannot be used" in text
+    assert next(iter(change)) in text
+
+
+@pytest.mark.parametrize("share", ["nan", "15%", "2"])
+def test_settings_of_another_method_that_cannot_be_used_are_refused(save: Save, share: str) -> None:
+    metadata = {"attention_type": "sla", "sla_topk": share}
+    assert "carries settings that cannot be used" in refused(save(wan_model(), metadata=metadata))
+
+
+def test_metadata_of_any_depth_is_no_error(save: Save) -> None:
+    deep = '{"a":' * 50_000 + "1" + "}" * 50_000
+    assert read_student(save(wan_model(), metadata={"attention": deep})).config is None
 
 
 @pytest.mark.parametrize(
@@ -398,4 +443,5 @@ def test_other_scalings_of_peft_are_refused(save: Save, special: str) -> None:
     pairs = low_rank(ATTENTION, ".lora_B.weight", ".lora_A.weight")
     settings = json.dumps({"transformer.lora_alpha": 8, f"transformer.{special}": True})
     assert special in refused(save(pairs, metadata={"lora_adapter_metadata": settings}))
-    assert "damaged metadata" in refused(save(pairs, metadata={"lora_adapter_metadata": "[1"}))
+    for damaged in ("[1", json.dumps({"transformer.lora_alpha": "nan"}), "[" * 100_000):
+        assert "damaged metadata" in refused(save(pairs, metadata={"lora_adapter_metadata": damaged}))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import tiny_models as makers
 
-from ...wan.files import diffusers_name, low_rank, random_tensors
+from ...wan.files import diffusers_name, low_rank, random_tensors, wan_model
 from .conftest import HEADS, LAYERS, Model
 
 Weights = dict[str, Tensor]
@@ -381,6 +381,32 @@ def test_a_full_model_that_comfyuis_does_not_match_is_one_error(
     camera = {"control_adapter.conv.weight": torch.zeros(DIM, 24 * 64, 2, 2)}
     family = distilled() | camera | {"patch_embedding.weight": torch.zeros(DIM, 36, 1, 2, 2)}
     assert "are missing" in refused(file(family))
+
+
+def test_a_model_that_comfyui_cannot_build_is_one_error(
+    file: Callable[..., str], refused: Callable[..., str]
+) -> None:
+    """Of a width below that of one head, ComfyUI makes a model of no heads."""
+    text = refused(file(random_tensors(wan_model(text=4096, freq=256))))
+    assert "ComfyUI cannot build a model of its shapes" in text
+
+
+def test_a_base_that_was_compiled_takes_a_student(
+    file: Callable[..., str], load_student: Loader, load: Loader, sample: Sample
+) -> None:
+    """Some nodes put torch.compile's wrapper in the model's place, which names the parameters otherwise."""
+    diff = {
+        "blocks.0.self_attn.q.diff": torch.randn(DIM, DIM, generator=torch.Generator().manual_seed(1)) / 8
+    }
+    name = file(diff, folder="loras")
+    base = load("t2v")
+    truth = sample(load_student(name, base))
+    compiled = base.clone()
+    wrapped = torch.compile(base.model.diffusion_model, backend="eager")
+    compiled.add_object_patch("diffusion_model", wrapped)
+    student = load_student(name, compiled)
+    del student.object_patches["diffusion_model"]
+    assert torch.equal(sample(student), truth)
 
 
 def test_a_pickle_is_refused_without_being_opened(base: Path, refused: Callable[..., str]) -> None:

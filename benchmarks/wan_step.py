@@ -138,7 +138,7 @@ def patched(network: Any, config: SparseConfig, device: torch.device) -> Iterato
         modules[key].forward = forward
     try:
         with sparse.run([1.0, 0.0], (1.0, 0.0), [], device) as run:
-            run.begin_step(1.0)
+            run.begin_step(1.0, {})
             yield run
     finally:
         for module in modules.values():

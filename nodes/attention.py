@@ -136,6 +136,7 @@ class Run:
         self.summary: dict[str, Any] = {}
         self.notes: list[str] = []
         self.latent: Tensor | None = None  # by which host.find_run knows the result again
+        self.options: dict[str, Any] = {}
         self.step = 0
         self.in_window = True
         self.student = student
@@ -145,7 +146,9 @@ class Run:
         self._window = window
         self._covered = covered
 
-    def begin_step(self, sigma: float) -> None:
+    def begin_step(self, sigma: float, options: dict[str, Any]) -> None:
+        """A call of the model at this noise level; options: the host's, for calls that come without them."""
+        self.options = options
         highest, lowest = self._window
         # The schedule is float32 and percent_to_sigma is not: without rounding, a step that lies on the edge
         # of the window could fall on either side of it.

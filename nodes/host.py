@@ -15,12 +15,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from comfy.ldm.wan import model as wan_model
 from comfy.ldm.wan.model import WanModel
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import CallbacksMP, WrappersMP
 from torch import Tensor
 
 from ..sparge_core import SparseConfig
+from . import traced
 from .attention import Call, Layer, Run, SparseAttention
 
 log = logging.getLogger(__name__)
@@ -35,9 +37,17 @@ HOST_OPTIONS = "sparge_attention2.host_options"  # in our copy of transformer_op
 POSITIONAL = ("mask", "attn_precision", "skip_reshape", "skip_output_reshape")
 # Keywords that are handled here or change nothing: softmax is fp32 whatever attn_precision asks for.
 UNDERSTOOD = {*POSITIONAL, "transformer_options", "scale", "enable_gqa", "_inside_attn_wrapper"}
+PLAIN = {"transformer_options", "_inside_attn_wrapper"}  # all that a model's own self-attention gives
 
+APPLY_MODEL = (
+    "c_concat",
+    "c_crossattn",
+    "control",
+    "transformer_options",
+)  # after x and sigma, in that order
 BLOCK = "diffusion_model."  # in front of the names of a model's blocks
 BELOW = "sparge_attention2_below"  # on our forward: the other node's patch under it, or None
+TARGET = "sparge_attention2_target"  # on our override: keeps alive what a compiled graph calls
 FINGERPRINT_VALUES = 64
 
 
@@ -182,7 +192,6 @@ def _make_forward(
     return sparse_forward
 
 
-@torch.compiler.disable
 def _hand_back(ours: dict[str, Any], given: dict[str, Any]) -> None:
     """Take over what the layer and its patches changed in our copy of the host's options."""
     changed = {key: value for key, value in ours.items() if key not in (OVERRIDE, HOST_OPTIONS)}
@@ -237,12 +246,21 @@ def _around_step(attention: SparseAttention) -> Callable[..., Any]:
         run = attention.current
         if run is None:  # the model is used outside of a sampler
             return executor(x, sigma, *args, **kwargs)
-        run.begin_step(float(sigma.flatten()[0]))
+        run.begin_step(float(sigma.flatten()[0]), _options(args, kwargs))
         result = executor(x, sigma, *args, **kwargs)
         run.end_step()
         return result
 
     return around_step
+
+
+def _options(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """transformer_options among what apply_model takes after x and sigma."""
+    position = APPLY_MODEL.index("transformer_options")
+    options: dict[str, Any] = (
+        args[position] if len(args) > position else kwargs.get("transformer_options", {})
+    )
+    return options
 
 
 def _warn_without_run(attention: SparseAttention) -> Callable[[ModelPatcher], None]:
@@ -263,8 +281,23 @@ def _warn_without_run(attention: SparseAttention) -> Callable[[ModelPatcher], No
 
 
 def _make_override(attention: SparseAttention, layer: Layer) -> Callable[..., Tensor]:
-    @torch.compiler.disable
+    target = traced.Target(_make_target(attention, layer))
+    number = target.number
+
     def override(
+        func: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, heads: int, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        if not torch.compiler.is_compiling():
+            return eager(func, q, k, v, heads, *args, **kwargs)
+        if not args and kwargs.keys() <= PLAIN and q.shape == k.shape == v.shape and not q.requires_grad:
+            ours = kwargs["transformer_options"]
+            given = ours[HOST_OPTIONS]
+            ours.clear()
+            ours.update(given)
+            return traced.attend(q, k, v, heads, number)
+        return torch.compiler.disable(eager)(func, q, k, v, heads, *args, **kwargs)
+
+    def eager(
         func: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, heads: int, *args: Any, **kwargs: Any
     ) -> Tensor:
         ours = kwargs["transformer_options"]
@@ -286,12 +319,33 @@ def _make_override(attention: SparseAttention, layer: Layer) -> Callable[..., Te
         reason = _why_not(q, k, v, named)
         if reason is not None:
             return attention.attend(layer, Call(q, k, v, scale, reason, dense, _as_it_is))
-        if not named.get("skip_reshape"):  # (B, L, H * D), seen as (B, H, L, D)
-            q, k, v = (x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in (q, k, v))
+        if not named.get("skip_reshape"):
+            q, k, v = (_heads_apart(x, heads) for x in (q, k, v))
         pack = _as_it_is if named.get("skip_output_reshape") else _pack
         return attention.attend(layer, Call(q, k, v, scale, None, dense, pack))
 
+    setattr(override, TARGET, target)
     return override
+
+
+def _make_target(attention: SparseAttention, layer: Layer) -> Callable[[Tensor, Tensor, Tensor, int], Tensor]:
+    def run(q: Tensor, k: Tensor, v: Tensor, heads: int) -> Tensor:
+        """A call from a compiled graph, which knows the host's options of the time when it was captured."""
+        options = attention.current.options if attention.current is not None else {}
+
+        def dense() -> Tensor:
+            now = {**options, "block_index": layer.block}
+            return wan_model.optimized_attention(q, k, v, heads=heads, transformer_options=now)
+
+        views = _heads_apart(q, heads), _heads_apart(k, heads), _heads_apart(v, heads)
+        return attention.attend(layer, Call(*views, None, None, dense, _pack))
+
+    return run
+
+
+def _heads_apart(tokens: Tensor, heads: int) -> Tensor:
+    """(B, L, H * D), seen as (B, H, L, D)."""
+    return tokens.unflatten(-1, (heads, -1)).transpose(1, 2)
 
 
 def _why_not(q: Tensor, k: Tensor, v: Tensor, named: dict[str, Any]) -> str | None:

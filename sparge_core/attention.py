@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import backends, reference
+from . import backends
 from .backends import Choice, choose
 from .config import SparseConfig
 from .mask import BlockMask
@@ -28,7 +28,7 @@ def block_mask(q: Tensor, k: Tensor, config: SparseConfig, *, scale: float | Non
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if backends.CUDA.why_not(q, k, k) is None:
         return backends.cuda_kernels().block_mask(q, k, config, scale)
-    return reference.block_mask(q, k, config, scale=scale)
+    return backends.reference().block_mask(q, k, config, scale=scale)
 
 
 def sparse_attention(

@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import flex, reference
 from .mask import BlockMask
 
 
@@ -122,7 +121,7 @@ class FlexProven:
         return "needs a FlexAttention that compiles and equals the reference"
 
     def why_not(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
-        return flex.why_not(q.device, q.dtype, q.shape[3])
+        return flex().why_not(q.device, q.dtype, q.shape[3])
 
 
 # What the CUDA kernels make of a dtype that they do not compute in, when they are asked for by name.
@@ -163,19 +162,43 @@ class Choice:
         return "; ".join(f"{name} {reason}" for name, reason in self.reasons.items())
 
 
+# Imported when first asked for, because they bring torch's compiler with them, which takes seconds; and by a
+# statement, which that compiler can trace.
+
+
 def cuda_kernels() -> ModuleType:
-    """The CUDA package, imported when a CUDA tensor first asks for it."""
-    from . import cuda  # a statement, which torch.compile can trace
+    """The CUDA package."""
+    from . import cuda
 
     return cuda
+
+
+def flex() -> ModuleType:
+    """The FlexAttention back end."""
+    from . import flex as module
+
+    return module
+
+
+def reference() -> ModuleType:
+    """The reference."""
+    from . import reference as module
+
+    return module
 
 
 def _run_cuda(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float) -> Tensor:
     return cuda_kernels().attention(q, k, v, mask, scale)
 
 
+def _run_flex(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float) -> Tensor:
+    out: Tensor = flex().attention(q, k, v, mask, scale)
+    return out
+
+
 def _run_reference(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float) -> Tensor:
-    return reference.attention(q, k, v, mask, scale=scale)
+    out: Tensor = reference().attention(q, k, v, mask, scale=scale)
+    return out
 
 
 HALF = (torch.float16, torch.bfloat16)
@@ -199,7 +222,7 @@ FLEX = Backend(
     # It has no backward pass for key blocks of 64: torch's tiles for it are 128 keys on most GPUs.
     needs=(OneDtype(), DtypeIn((*HALF, torch.float32)), OneHeadShape(), NoGradients(), FlexProven()),
     auto_needs=(DeviceIs("cuda"), DtypeIn(HALF)),  # on a CPU it takes a C++ compiler and a minute to start
-    run=flex.attention,
+    run=_run_flex,
 )
 REFERENCE = Backend(
     "reference",

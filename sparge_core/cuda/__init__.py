@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +22,9 @@ from . import launch, mask_kernels, modules, operators
 from .operators import NAMESPACE, force
 
 __all__ = ["attention", "block_mask", "force", "sparse_attention", "why_not"]
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 logger = logging.getLogger(__name__)
 _operators = getattr(torch.ops, NAMESPACE)
@@ -85,12 +90,18 @@ def _differentiated(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
 
 
-@torch.compiler.assume_constant_result
+def _decided_once(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """As `torch.compiler.assume_constant_result`, which imports the compiler: seconds at every start."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@_decided_once
 def _why_not(device_index: int, dtype: torch.dtype, head_dim: int) -> str | None:
     return _remembered(device_index, dtype, head_dim)
 
 
-@torch.compiler.assume_constant_result
+@_decided_once
 def _why_no_gradients(device_index: int, dtype: torch.dtype, head_dim: int) -> str | None:
     return _remembered_gradients(device_index, dtype, head_dim)
 

@@ -102,7 +102,7 @@ def test_calls_are_counted_by_layer_and_step(make: Callable[..., Any], call: Cal
     sparse = make(dense_layers=(1,))
     with sparse.run(SIGMAS, (0.8, 0.0), (), CPU) as run:
         for sigma in SIGMAS[:-1]:
-            run.begin_step(sigma)
+            run.begin_step(sigma, {})
             for layer in sparse.layers:
                 sparse.attend(layer, call())
     assert run.summary["dense_map"] == [[1, 0, 0], [1, 1, 1]]
@@ -118,7 +118,7 @@ def test_the_window_is_compared_in_the_schedules_precision(make: Callable[..., A
         for window in ((edge, 0.0), (1.0, edge)):
             with sparse.run([1.0, rounded, 0.0], window, (), CPU) as run:
                 run.reached.add(sparse.layers[0])
-                run.begin_step(rounded)
+                run.begin_step(rounded, {})
                 assert run.in_window
 
 
@@ -128,7 +128,7 @@ def test_the_step_of_a_sigma_between_two_is_the_nearer(make: Callable[..., Any])
         run.reached.add(sparse.layers[0])
         steps = []
         for sigma in (1.0, 0.9, 0.8, 0.75, 0.45, 0.1, 0.0):
-            run.begin_step(sigma)
+            run.begin_step(sigma, {})
             steps.append(run.step)
     assert steps == [0, 0, 1, 1, 2, 2, 2]
 

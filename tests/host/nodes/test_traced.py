@@ -1,0 +1,64 @@
+"""What torch.compile makes of a patched model: one graph, in which each self-attention is one operator."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from .conftest import LAYERS, Model
+
+Patch = Callable[..., Model]
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.fx.GraphModule]]:
+    """Graphs that the compiler captures; they run as they are. Attention is torch's, as on a GPU."""
+    from comfy.ldm.modules import attention
+    from comfy.ldm.wan import model as wan_model
+
+    monkeypatch.setattr(wan_model, "optimized_attention", attention.attention_pytorch)
+    torch.compiler.reset()
+    captured: list[torch.fx.GraphModule] = []
+    yield captured
+    torch.compiler.reset()
+
+
+def compiled(model: Model, graphs: list[torch.fx.GraphModule]) -> Model:
+    from comfy_api.torch_helpers import set_torch_compile_wrapper
+    from comfy_extras.nodes_torch_compile import skip_torch_compile_dict
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    clone = model.clone(disable_dynamic=True)
+    set_torch_compile_wrapper(clone, backend=backend, options={"guard_filter_fn": skip_torch_compile_dict})
+    return clone
+
+
+@pytest.mark.slow
+def test_a_patched_model_is_one_graph(
+    model: Model, patch: Patch, sample: Callable[..., Any], graphs: list[torch.fx.GraphModule]
+) -> None:
+    sample(compiled(patch(model, sparsity=0.5), graphs))
+    assert len(graphs) == 1
+    names = [str(node.target) for node in graphs[0].graph.nodes]
+    assert sum("self_attention" in name for name in names) == LAYERS
+
+
+def test_a_target_lives_as_long_as_who_asked_for_it(pack: ModuleType) -> None:
+    traced = importlib.import_module(f"{pack.__name__}.nodes.traced")
+    x = torch.ones(1, 2, 4)
+    target = traced.Target(lambda q, k, v, heads: (q + heads).transpose(1, 2).contiguous().transpose(1, 2))
+    number = target.number
+    out = traced.attend(x, x, x, 2, number)
+    assert out.is_contiguous()
+    assert torch.equal(out, x + 2)
+    del target
+    with pytest.raises(KeyError):
+        traced.attend(x, x, x, 2, number)

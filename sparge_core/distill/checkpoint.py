@@ -11,7 +11,9 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +59,8 @@ def save(out: Path, step: int, tensors: Mapping[str, Tensor], run: Mapping[str, 
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
         _wait()
-        dcp.save(dict(tensors), checkpoint_id=partial, no_dist=not dist.is_initialized())
+        with _alone() as alone:
+            dcp.save(dict(tensors), checkpoint_id=partial, no_dist=alone)
         if first:
             with (partial / RUN).open("w", encoding="utf-8") as file:
                 json.dump({**run, "step": step}, file, indent=1)
@@ -91,6 +94,14 @@ def _reason(error: BaseException) -> str:
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
+@contextmanager
+def _alone() -> Iterator[bool]:
+    """Whether this process is the only one, of which torch need not warn."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        yield not dist.is_initialized()
+
+
 def _wait() -> None:
     if dist.is_initialized():
         dist.barrier()
@@ -111,7 +122,8 @@ def read_run(checkpoint: Path) -> dict[str, Any]:
 def load_into(checkpoint: Path, tensors: Mapping[str, Tensor]) -> None:
     """Fill `tensors`, sharded or not, with those of the checkpoint; DistillError when it is damaged."""
     try:
-        dcp.load(dict(tensors), checkpoint_id=checkpoint, no_dist=not dist.is_initialized())
+        with _alone() as alone:
+            dcp.load(dict(tensors), checkpoint_id=checkpoint, no_dist=alone)
     except (OSError, RuntimeError, ValueError, KeyError, EOFError, dcp.CheckpointException) as error:
         raise DistillError(
             f"{checkpoint} cannot be read ({_reason(error)}); delete it and resume from the one before it."

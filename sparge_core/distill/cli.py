@@ -31,7 +31,7 @@ ABOUT = """Fine-tune a Wan model for sparse attention, so that 95 % of it can be
   3. export     sparge-distill export RUN student.safetensors
   4. in ComfyUI Load Distilled Student, then SpargeAttention2 on auto
 """
-PACKAGES = {"diffusers": "diffusers", "peft": "peft", "tqdm": "tqdm"}
+PACKAGES = ("diffusers", "peft", "tqdm")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -161,6 +161,11 @@ class Distillation:
             dist.all_reduce(shared)
             sums = shared.cpu()
         error, power = sums.unbind(1)
+        if not sums.isfinite().all() or not power.all():
+            raise DistillError(
+                f"After step {self.step} the velocities of the held-out samples are not finite or zero: the "
+                "base or the training is broken. Look at the base's weights, or lower learning_rate."
+            )
         at_times = {f"{t:g}": float(value) for t, value in zip(times, error / power, strict=True)}
         return {"error": float(error.sum() / power.sum()), "at": at_times}
 

@@ -6,11 +6,13 @@ import functools
 import importlib
 import json
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 import tiny_models as makers
@@ -140,3 +142,43 @@ def account(rooms: SimpleNamespace) -> Callable[[Model], dict[str, Any]]:
         return attention.account(attention.runs[-1])
 
     return account
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Students
+
+
+@pytest.fixture(scope="session")
+def student(pack: ModuleType) -> ModuleType:
+    return importlib.import_module(f"{pack.__name__}.nodes.student")
+
+
+@pytest.fixture(scope="session")
+def core(pack: ModuleType) -> ModuleType:
+    return importlib.import_module(f"{pack.__name__}.sparge_core")
+
+
+@pytest.fixture
+def file(base: Path) -> Callable[..., str]:
+    """Writes a file into a models folder and returns what the node calls it."""
+
+    def write(
+        tensors: dict[str, Tensor],
+        name: str = "student.safetensors",
+        metadata: dict[str, str] | None = None,
+        folder: str = "diffusion_models",
+    ) -> str:
+        path = base / "models" / folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, path, metadata)
+        return f"{folder}/{name}"
+
+    return write
+
+
+@pytest.fixture
+def load_student(student: ModuleType) -> Callable[..., Model]:
+    def load(file: str, base: Model | None = None) -> Model:
+        return student.SpargeLoadStudent.execute(file, base).args[0]
+
+    return load

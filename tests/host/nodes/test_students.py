@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 import tiny_models as makers
@@ -23,47 +21,6 @@ Weights = dict[str, Tensor]
 Loader = Callable[..., Model]
 Sample = Callable[..., Tensor]
 DIM = HEADS * makers.HEAD_DIM
-
-
-@pytest.fixture(scope="session")
-def student(pack: ModuleType) -> ModuleType:
-    return importlib.import_module(f"{pack.__name__}.nodes.student")
-
-
-@pytest.fixture(scope="session")
-def weights(pack: ModuleType) -> ModuleType:
-    return importlib.import_module(f"{pack.__name__}.nodes.weights")
-
-
-@pytest.fixture(scope="session")
-def core(pack: ModuleType) -> ModuleType:
-    return importlib.import_module(f"{pack.__name__}.sparge_core")
-
-
-@pytest.fixture
-def file(base: Path) -> Callable[..., str]:
-    """Writes a file into a models folder and returns what the node calls it."""
-
-    def write(
-        tensors: Weights,
-        name: str = "student.safetensors",
-        metadata: dict[str, str] | None = None,
-        folder: str = "diffusion_models",
-    ) -> str:
-        path = base / "models" / folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, path, metadata)
-        return f"{folder}/{name}"
-
-    return write
-
-
-@pytest.fixture
-def load_student(student: ModuleType) -> Loader:
-    def load(file: str, base: Model | None = None) -> Model:
-        return student.SpargeLoadStudent.execute(file, base).args[0]
-
-    return load
 
 
 def distilled(kind: str = "t2v") -> Weights:

@@ -130,6 +130,7 @@ class Run:
         device: torch.device,
         student: bool,
     ) -> None:
+        self.idle = len(sigmas) < 2  # the rest of a schedule that was split at its end has no step
         self.steps = max(len(sigmas) - 1, 1)
         self.statistics = RunStatistics([layer.name for layer in layers], self.steps)
         self.statistics.prepare(device)
@@ -202,8 +203,8 @@ class SparseAttention:
     def attend(self, layer: Layer, call: Call) -> Tensor:
         """The call's result: sparse, or the host's own with the reason counted."""
         run = self.current  # None where the model is used outside of a sampler
+        backend, reason = self._choose(layer, call)  # compiles kernels at the first call, which is not timed
         timer = None if run is None else Timer(call.q.device)
-        backend, reason = self._choose(layer, call)
         if reason is None:
             q, k, v, config = call.q, call.k, call.v, self.settings.config
             mask = block_mask(q, k, config, scale=call.scale)
@@ -235,7 +236,8 @@ class SparseAttention:
     def _finish(self, run: Run) -> None:
         run.summary = run.statistics.summary()
         sparsity = run.summary["sparsity"]
-        missed = [layer.name for layer in self.layers if layer not in run.reached | run.displaced]
+        called = run.reached | run.displaced
+        missed = [layer.name for layer in self.layers if layer not in called and not run.idle]
         if len(missed) == len(self.layers):
             run.note(
                 "no attention call of this run came to SpargeAttention2, because another node replaced the "

@@ -155,6 +155,36 @@ def test_a_run_within_a_run_gives_the_outer_one_back(
     assert list(sparse.runs) == [inner, outer]
 
 
+def test_what_the_first_call_compiles_is_not_time_in_attention(
+    attention: ModuleType, make: Callable[..., Any], call: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choose, seconds = attention.choose, 10.0
+
+    def slow(*asked: Any) -> Any:
+        nonlocal now
+        now += seconds
+        return choose(*asked)
+
+    now = 0.0
+    monkeypatch.setattr("time.perf_counter", lambda: now)
+    monkeypatch.setattr(attention, "choose", slow)
+    sparse = make()
+    with sparse.run(SIGMAS, (1.0, 0.0), (), CPU) as run:
+        sparse.attend(sparse.layers[0], call())
+    assert run.summary["sparse_calls"] == 1
+    assert run.summary["attention_ms"] == 0.0
+
+
+def test_a_run_without_steps_misses_no_layer(make: Callable[..., Any]) -> None:
+    sparse = make()
+    with sparse.run([0.0], (1.0, 0.0), (), CPU) as run:
+        pass
+    assert run.notes == []
+    with sparse.run(SIGMAS, (1.0, 0.0), (), CPU) as run:
+        pass
+    assert len(run.notes) == 1
+
+
 def test_old_runs_are_forgotten(attention: ModuleType, make: Callable[..., Any]) -> None:
     sparse = make()
     runs = []

@@ -54,7 +54,12 @@ def _register() -> tuple[torch.library.Library, str]:
     library = torch.library.Library(NAMESPACE, "FRAGMENT")
     # Any strides are right, but some cost a copy; those that the host's own code makes never do.
     strides = getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order)
-    library.define(name + SCHEMA, tags=(torch.Tag.pt2_compliant_tag, strides))
+    tags = [torch.Tag.pt2_compliant_tag, strides]
+    # A CUDA graph would for ever repeat what was decided when it was recorded. A torch without the tag
+    # records none with a tensor on the CPU, such as `target`.
+    if unsafe := getattr(torch.Tag, "cudagraph_unsafe", None):
+        tags.append(unsafe)
+    library.define(name + SCHEMA, tags=tags)
     library.impl(name, _attend, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", _shape, lib=library)
     return library, name

@@ -51,6 +51,17 @@ def test_a_patched_model_is_one_graph(
     assert sum("self_attention" in name for name in names) == LAYERS
 
 
+@pytest.mark.skipif(not hasattr(torch.Tag, "cudagraph_unsafe"), reason="this torch has no such tag")
+def test_no_cuda_graph_records_what_is_decided_at_each_step(pack: ModuleType) -> None:
+    from torch._inductor.utils import is_cudagraph_unsafe_fx_node
+
+    traced = importlib.import_module(f"{pack.__name__}.nodes.traced")
+    graph = torch.fx.Graph()
+    inputs = [graph.placeholder(name) for name in ("q", "k", "v", "target")]
+    call = graph.call_function(traced.attend.default, (*inputs[:3], 2, inputs[3]))
+    assert is_cudagraph_unsafe_fx_node(call)
+
+
 def test_a_target_lives_as_long_as_who_asked_for_it(pack: ModuleType) -> None:
     traced = importlib.import_module(f"{pack.__name__}.nodes.traced")
     x = torch.ones(1, 2, 4)

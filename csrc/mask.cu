@@ -4,9 +4,10 @@
 //   pooled_scores   means -> fp32 scores (B, H, n_q, pitch), scaled and finite, with kNoScore as padding
 //   select_blocks   scores -> bits and counts, for Top-k united with Top-p
 // or, for a target sparsity,
-//   rank_blocks     scores -> in their place the mass before each entry, 0 where Top-k keeps it anyway
-//   count_digits    (three times) digit counts of those masses, from which the sample's own cut follows
-//   keep_target     masses up to the cut -> bits and counts
+//   bin_rows        scores -> each row in bins of falling score, and between which masses the sample's cut lies
+//   rank_open       scores, bins -> bits of what is certain; the exact mass before each entry that is not
+//   count_exact     those masses -> counts of the few that share the cut's cell
+//   keep_target     those masses up to the cut -> the other bits, counts
 // and then
 //   order_rows      counts -> the order in which the forward kernel takes the rows
 //
@@ -289,8 +290,10 @@ constexpr int kPlaneBytes = kTileRows * kSlab * 2;  // the high or the low parts
 struct ScoresParams {
   SplitMeans q_means, k_means;
   float* scores;  // (B * H, n_q, pitch)
+  u32* zeroed;    // (zeroed_words,) counters of the kernels that follow
   int n_q, n_k, pitch;
   float scale;
+  int zeroed_words;
 };
 
 DEVICE void copy_async(u32 target, const u16* source) {
@@ -321,6 +324,11 @@ extern "C" __global__ void __launch_bounds__(kScoreThreads, 2) pooled_scores(con
   const int first_q = blockIdx.y * kTileQ, first_k = blockIdx.x * kTileK;
   const i64 q_rows = static_cast<i64>(blockIdx.z) * p.n_q, k_rows = static_cast<i64>(blockIdx.z) * p.n_k;
   const u32 shared = shared_address(dynamic_shared);
+
+  const i64 thread_blocks = static_cast<i64>(gridDim.x) * gridDim.y * gridDim.z;
+  const i64 thread_block = (static_cast<i64>(blockIdx.z) * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
+  for (i64 i = thread_block * kScoreThreads + threadIdx.x; i < p.zeroed_words; i += thread_blocks * kScoreThreads)
+    p.zeroed[i] = 0;
 
   // All of the tile's means, one commit group a slab: (slab, high or low, row, vector), where row r keeps its vector v
   // at v ^ r % 8, so that 8 rows of one matrix lie in different banks. Rows past the end repeat the last one; their
@@ -423,22 +431,19 @@ extern "C" __global__ void __launch_bounds__(kScoreThreads, 2) pooled_scores(con
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Top-k united with Top-p
+// Rows in bins of falling score
+//
+// No sort: a row's entries are counted in bins, and only the few bins that a cut falls in are ever put in order.
 
-constexpr int kMaxSelectThreads = 512;  // up to 8192 key blocks
-constexpr int kSelectBins = 256;        // of descending score
-constexpr int kLaneBins = kSelectBins / kWarp;
-constexpr int kSampled = 8;    // registers that the range of the bins is taken from
-constexpr int kHalvings = 10;  // rounds that halve the range of scores, before those that halve the range of keys
-
-struct SelectParams {
-  const float* scores;  // (rows, pitch)
-  u32* bits;            // (rows, words)
-  int* counts;          // (rows,)
-  int n_k, pitch, words;
-  u32 floor;       // ranks below it are kept, at least 1
-  u32 mass_limit;  // ranks with less mass before them are kept
-};
+constexpr int kMaxRowThreads = 512;  // up to 8192 key blocks
+#if __CUDA_ARCH__ == 800
+constexpr int kRowBlocks = 1;  // of so many threads at once; two would spill a register there
+#else
+constexpr int kRowBlocks = 2;
+#endif
+constexpr int kBins = 256;
+constexpr int kLaneBins = kBins / kWarp;
+constexpr int kSampled = 8;  // registers that the range of the bins is taken from
 
 template <int kCount, class Visit>
 DEVICE void unrolled(Visit visit) {
@@ -452,15 +457,16 @@ constexpr u32 kIntegerBits = 0x4b000000u;
 
 // Bins of descending score; the last one also takes all that is lower.
 struct ScoreBins {
-  float highest, per_score, last;
+  float highest, per_score;
 
-  DEVICE ScoreBins(float highest, float lowest)
-      : highest(highest), per_score((kSelectBins - 1) / (highest - lowest)), last(kIntegers + (kSelectBins - 1)) {}
+  DEVICE static ScoreBins covering(float highest, float lowest) {
+    return {highest, (kBins - 1) / (highest - lowest)};
+  }
   // kIntegers + bin. It never falls while the score falls, whatever the rounding; not-a-number is the last bin.
   DEVICE float of(float score) const {
     float below;  // volatile, or the compiler keeps what it knows of 40 scores in registers, and spills
     asm volatile("sub.f32 %0, %1, %2;" : "=f"(below) : "f"(highest), "f"(score));
-    return fminf(__fmaf_rn(below, per_score, kIntegers), last);
+    return fminf(__fmaf_rn(below, per_score, kIntegers), kIntegers + (kBins - 1));
   }
 };
 
@@ -473,6 +479,109 @@ DEVICE u32 take_place(u32* counter) {
   asm volatile("atom.shared.add.u32 %0, [%1], 1;" : "=r"(place) : "r"(shared_address(counter)) : "memory");
   return place;
 }
+
+// The threads of a row: one warp of a thread block that has several, or all of the thread block.
+template <bool kOneWarp>
+struct RowThreads {
+  DEVICE static int count() { return kOneWarp ? kWarp : blockDim.x; }
+  DEVICE static int rank() { return kOneWarp ? lane_id() : threadIdx.x; }
+  DEVICE static int warps() { return kOneWarp ? 1 : blockDim.x / kWarp; }
+  DEVICE static int warp() { return kOneWarp ? 0 : threadIdx.x / kWarp; }
+  // Of the thread block.
+  DEVICE static int row() { return kOneWarp ? threadIdx.x / kWarp : 0; }
+  DEVICE static int rows() { return kOneWarp ? blockDim.x / kWarp : 1; }
+
+  DEVICE static void sync() {
+    if (kOneWarp) __syncwarp();
+    else __syncthreads();
+  }
+  template <class T, class Combine>
+  DEVICE static T across(T value, Combine combine) {
+    value = across_lanes(value, combine);
+    return kOneWarp ? value : across_warps(value, combine);
+  }
+};
+
+// Entries of each bin and their mass, in shared memory.
+struct BinSums {
+  uint4 count_vectors[kBins / 4], mass_vectors[kBins / 4];
+};
+
+// A lane's neighbouring bins, and the sums of all bins before them.
+struct LaneBins {
+  u32 counts[kLaneBins], masses[kLaneBins], count_before, mass_before;
+
+  DEVICE LaneBins(const BinSums& sums, int n_k) {
+    const int lane = lane_id();
+    count_before = 0, mass_before = 0;
+#pragma unroll
+    for (int i = 0; i < kLaneBins; i += 4) {
+      const uint4 count = sums.count_vectors[(lane * kLaneBins + i) / 4];
+      const uint4 mass = sums.mass_vectors[(lane * kLaneBins + i) / 4];
+      counts[i] = count.x, counts[i + 1] = count.y, counts[i + 2] = count.z, counts[i + 3] = count.w;
+      masses[i] = mass.x, masses[i + 1] = mass.y, masses[i + 2] = mass.z, masses[i + 3] = mass.w;
+      count_before += count.x + count.y + count.z + count.w, mass_before += mass.x + mass.y + mass.z + mass.w;
+    }
+    const u32 padding = across_lanes(count_before, Sum()) - n_k;
+    if (lane == kWarp - 1) counts[kLaneBins - 1] -= padding;  // the last bin counted it, too
+    count_before = sum_of_lanes_before(count_before), mass_before = sum_of_lanes_before(mass_before);
+  }
+};
+
+// A row in registers: entry i * threads + thread is in register i.
+template <int kValues, bool kOneWarp>
+struct BinnedRow {
+  float scores[kValues];
+  RowSoftmax softmax;
+  ScoreBins bins;
+
+  // source: this thread's first score. chunks: registers of this warp that hold scores or padding. All threads of the
+  // row call it; afterwards the sums are complete.
+  DEVICE void fill(const float* source, int chunks, int n_k, BinSums& sums) {
+    using Threads = RowThreads<kOneWarp>;
+    const int thread = Threads::rank(), threads = Threads::count();
+    for (int i = thread; i < kBins / 4; i += threads)
+      sums.count_vectors[i] = sums.mass_vectors[i] = make_uint4(0, 0, 0, 0);
+    unrolled<kValues>([&](int i) { scores[i] = i < chunks ? source[i * threads] : kNoScore; });
+    float highest = kNoScore;
+    unrolled<kValues>([&](int i) { highest = fmaxf(highest, scores[i]); });
+    float lowest = thread < n_k ? scores[0] : kScoreLimit;  // of a sample that holds no padding
+    unrolled<kSampled>([&](int i) { lowest = i + 1 < chunks ? fminf(lowest, scores[i]) : lowest; });
+    highest = Threads::across(highest, Highest());
+    bins = ScoreBins::covering(highest, Threads::across(lowest, Lowest()));
+
+    softmax = {highest, 0.f};
+    float exponentials[kValues], sum = 0.f;
+    unrolled<kValues>([&](int i) {
+      exponentials[i] = softmax.exponential(scores[i]);
+      sum += exponentials[i];
+    });
+    softmax.units = kMassUnits / Threads::across(sum, Sum());
+    u32* counts = reinterpret_cast<u32*>(sums.count_vectors);
+    u32* masses = reinterpret_cast<u32*>(sums.mass_vectors);
+    Threads::sync();  // the bins are empty
+    unrolled<kValues>([&](int i) {
+      const u32 bin = __float_as_uint(bins.of(scores[i])) - kIntegerBits;
+      count_in_shared(counts + bin, 1);
+      count_in_shared(masses + bin, softmax.to_units(exponentials[i]));
+    });
+    Threads::sync();
+  }
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Top-k united with Top-p
+
+constexpr int kHalvings = 10;   // rounds that halve the range of scores, before those that halve the range of keys
+
+struct SelectParams {
+  const float* scores;  // (rows, pitch)
+  u32* bits;            // (rows, words)
+  int* counts;          // (rows,)
+  int rows, n_k, pitch, words;
+  u32 floor;       // ranks below it are kept, at least 1
+  u32 mass_limit;  // ranks with less mass before them are kept
+};
 
 // What is known of a row: `above` entries of mass `mass_above` are kept; the last kept one is among the next `open`.
 struct Search {
@@ -513,17 +622,6 @@ struct Candidates {
   }
 };
 
-// The threads of a row: one warp, whose number the compiler then knows, or all of a thread block.
-template <bool kOneWarp>
-struct RowThreads {
-  DEVICE static int count() { return kOneWarp ? kWarp : blockDim.x; }
-  template <class T, class Combine>
-  DEVICE static T across(T value, Combine combine) {
-    value = across_lanes(value, combine);
-    return kOneWarp ? value : across_warps(value, combine);
-  }
-};
-
 // A row in memory, for the rare searches that go over it again and again.
 template <bool kOneWarp>
 struct StoredRow {
@@ -532,8 +630,9 @@ struct StoredRow {
 
   template <class Visit>
   DEVICE void each(const SelectParams& p, Visit visit) const {
+    using Threads = RowThreads<kOneWarp>;
 #pragma unroll 1
-    for (int i = threadIdx.x; i < p.n_k; i += RowThreads<kOneWarp>::count()) visit(scores[i], static_cast<u32>(i));
+    for (int i = Threads::rank(); i < p.n_k; i += Threads::count()) visit(scores[i], static_cast<u32>(i));
   }
 
   // Finds the cut among scores from `lowest` to `highest` that are too many for `Candidates`, as outliers or repeated
@@ -564,7 +663,7 @@ struct StoredRow {
       each(p, [&](float score, u32 index) {
         if (score > low_score && score <= high_score) candidates.add(score, index);
       });
-      __syncthreads();
+      Threads::sync();
       return candidates.cut(search, softmax, p);
     }
     // All are of one score, so each has the same mass, and those of the lowest indices are kept.
@@ -587,74 +686,41 @@ struct StoredRow {
   }
 };
 
-// One thread block a row, the last row first: the latest scores are still in the cache. No sort: the entries are
-// counted in bins of descending score, which tells in which bin the kept prefix ends; only that bin is put in order.
-// Entry i * threads + thread is in register i.
-template <int kValues, bool kOneWarp>
+// kRows: of a thread block. The last row first: the latest scores are still in the cache.
+template <int kValues, bool kOneWarp, int kRows>
 DEVICE void select_blocks(const SelectParams& p) {
   using Threads = RowThreads<kOneWarp>;
-  __shared__ uint4 count_vectors[kSelectBins / 4], mass_vectors[kSelectBins / 4];
-  __shared__ Candidates candidates;
-  __shared__ u32 words[kValues * (kOneWarp ? kWarp : kMaxSelectThreads) / kWarp];
-  u32* bin_counts = reinterpret_cast<u32*>(count_vectors);
-  u32* bin_masses = reinterpret_cast<u32*>(mass_vectors);
+  __shared__ BinSums all_sums[kRows];
+  __shared__ Candidates all_candidates[kRows];
+  __shared__ u32 all_words[kRows][kValues * (kOneWarp ? kWarp : kMaxRowThreads) / kWarp];
+  BinSums& sums = all_sums[Threads::row()];
+  Candidates& candidates = all_candidates[Threads::row()];
+  u32* words = all_words[Threads::row()];
 
-  const int row = gridDim.x - 1 - blockIdx.x, thread = threadIdx.x, lane = lane_id();
-  const int threads = Threads::count(), warps = threads / kWarp, warp = kOneWarp ? 0 : thread / kWarp;
-  const int chunks = ceil_div(p.words - warp, warps);  // registers of this warp that hold scores or padding
-  const float* row_scores = p.scores + static_cast<i64>(row) * p.pitch;
-  for (int i = thread; i < kSelectBins / 4; i += threads)
-    count_vectors[i] = mass_vectors[i] = make_uint4(0, 0, 0, 0);
+  const int row = p.rows - 1 - static_cast<int>(blockIdx.x * Threads::rows() + Threads::row());
+  if (row < 0) return;
+  const int thread = Threads::rank(), threads = Threads::count(), lane = lane_id();
+  const int warps = Threads::warps(), warp = Threads::warp();
+  const int chunks = ceil_div(p.words - warp, warps);
+  const float* source = p.scores + static_cast<i64>(row) * p.pitch + thread;
   if (thread == 0) candidates.count = 0;
 
-  float scores[kValues];
-  const float* source = row_scores + thread;
-  unrolled<kValues>([&](int i) { scores[i] = i < chunks ? source[i * threads] : kNoScore; });
-  float highest = kNoScore;
-  unrolled<kValues>([&](int i) { highest = fmaxf(highest, scores[i]); });
-  float lowest = thread < p.n_k ? scores[0] : kScoreLimit;  // of a sample that holds no padding
-  unrolled<kSampled>([&](int i) { lowest = i + 1 < chunks ? fminf(lowest, scores[i]) : lowest; });
-  highest = Threads::across(highest, Highest());
-  lowest = Threads::across(lowest, Lowest());
+  BinnedRow<kValues, kOneWarp> binned;
+  binned.fill(source, chunks, p.n_k, sums);
 
-  RowSoftmax softmax = {highest, 0.f};
-  float exponentials[kValues], sum = 0.f;
-  unrolled<kValues>([&](int i) {
-    exponentials[i] = softmax.exponential(scores[i]);
-    sum += exponentials[i];
-  });
-  softmax.units = kMassUnits / Threads::across(sum, Sum());
-  const ScoreBins bins(highest, lowest);
-  __syncthreads();  // the bins are empty
-  unrolled<kValues>([&](int i) {
-    const u32 bin = __float_as_uint(bins.of(scores[i])) - kIntegerBits;
-    count_in_shared(bin_counts + bin, 1);
-    count_in_shared(bin_masses + bin, softmax.to_units(exponentials[i]));
-  });
-  __syncthreads();
-
-  // Every warp finds the last bin that holds entries and whose first entry is kept. Each lane looks at neighbouring
-  // bins.
-  u32 lane_counts[kLaneBins], lane_masses[kLaneBins];
-  unrolled<kLaneBins / 4>([&](int i) {
-    const uint4 counts = count_vectors[lane * (kLaneBins / 4) + i], sums = mass_vectors[lane * (kLaneBins / 4) + i];
-    lane_counts[i * 4] = counts.x, lane_counts[i * 4 + 1] = counts.y;
-    lane_counts[i * 4 + 2] = counts.z, lane_counts[i * 4 + 3] = counts.w;
-    lane_masses[i * 4] = sums.x, lane_masses[i * 4 + 1] = sums.y;
-    lane_masses[i * 4 + 2] = sums.z, lane_masses[i * 4 + 3] = sums.w;
-  });
-  u32 count = 0, mass = 0;
-  unrolled<kLaneBins>([&](int i) { count += lane_counts[i], mass += lane_masses[i]; });
-  count = sum_of_lanes_before(count), mass = sum_of_lanes_before(mass);
+  // Every warp finds the last bin that holds entries and whose first entry is kept.
   Search search = {0, 0, 0};
   int end_bin = 0;
-  unrolled<kLaneBins>([&](int i) {
-    const bool is_last = lane == kWarp - 1 && i == kLaneBins - 1;
-    const u32 entries = is_last ? p.n_k - count : lane_counts[i];  // the last bin also counted the padding
-    if (entries > 0 && (count < p.floor || mass < p.mass_limit))
-      search = {count, mass, entries}, end_bin = lane * kLaneBins + i;
-    count += lane_counts[i], mass += lane_masses[i];
-  });
+  {
+    const LaneBins lane_bins(sums, p.n_k);
+    u32 count = lane_bins.count_before, mass = lane_bins.mass_before;
+    unrolled<kLaneBins>([&](int i) {
+      const u32 entries = lane_bins.counts[i];
+      if (entries > 0 && (count < p.floor || mass < p.mass_limit))
+        search = {count, mass, entries}, end_bin = lane * kLaneBins + i;
+      count += entries, mass += lane_bins.masses[i];
+    });
+  }
   const int end_lane = kWarp - 1 - __clz(__ballot_sync(kAllLanes, search.open > 0));
   search.above = __shfl_sync(kAllLanes, search.above, end_lane);
   search.mass_above = __shfl_sync(kAllLanes, search.mass_above, end_lane);
@@ -664,17 +730,17 @@ DEVICE void select_blocks(const SelectParams& p) {
   Cut cut;
   if (search.open <= kWarp) {
     unrolled<kValues>([&](int i) {
-      if (bins.of(scores[i]) == end) {
-        if (scores[i] != kNoScore) candidates.add(scores[i], i * threads + thread);
+      if (binned.bins.of(binned.scores[i]) == end) {
+        if (binned.scores[i] != kNoScore) candidates.add(binned.scores[i], i * threads + thread);
       }
     });
-    __syncthreads();
-    cut = candidates.cut(search, softmax, p);
+    Threads::sync();
+    cut = candidates.cut(search, binned.softmax, p);
   } else {
-    const StoredRow<kOneWarp> stored = {row_scores, softmax};
+    const StoredRow<kOneWarp> stored = {source - thread, binned.softmax};
     float low = kScoreLimit, high = -kScoreLimit;
     stored.each(p, [&](float score, u32) {
-      if (bins.of(score) == end) low = fminf(low, score), high = fmaxf(high, score);
+      if (binned.bins.of(score) == end) low = fminf(low, score), high = fmaxf(high, score);
     });
     cut = stored.search_range(search, Threads::across(low, Lowest()), Threads::across(high, Highest()), candidates, p);
   }
@@ -682,7 +748,7 @@ DEVICE void select_blocks(const SelectParams& p) {
   // Each register of a warp is one word of bits.
   u32 kept = 0;
   unrolled<kValues>([&](int i) {
-    const u32 word = __ballot_sync(kAllLanes, scores[i] >= cut.score);
+    const u32 word = __ballot_sync(kAllLanes, binned.scores[i] >= cut.score);
     if (lane == 0) words[i * warps + warp] = word;
     kept += __popc(word);
   });
@@ -696,288 +762,492 @@ DEVICE void select_blocks(const SelectParams& p) {
       if (lane == 0) words[i * warps + warp] = word;
     }
   }
-  __syncthreads();
+  Threads::sync();
   u32* bits = p.bits + static_cast<i64>(row) * p.words;
   for (int i = thread; i < p.words; i += threads) bits[i] = words[i];
   if (thread == 0) p.counts[row] = cut.kept;
 }
 
 extern "C" __global__ void __launch_bounds__(kWarp, 16) select_blocks_512(const __grid_constant__ SelectParams p) {
-  select_blocks<16, true>(p);
+  select_blocks<16, true, 1>(p);
 }
 
-extern "C" __global__ void __launch_bounds__(kWarp, 16) select_blocks_1280(const __grid_constant__ SelectParams p) {
-  select_blocks<40, true>(p);
+extern "C" __global__ void __launch_bounds__(4 * kWarp, 4) select_blocks_1280(const __grid_constant__ SelectParams p) {
+  select_blocks<40, true, 4>(p);
 }
 
-extern "C" __global__ void __launch_bounds__(kMaxSelectThreads, 2)
+extern "C" __global__ void __launch_bounds__(kMaxRowThreads, kRowBlocks)
     select_blocks_8192(const __grid_constant__ SelectParams p) {
-  select_blocks<16, false>(p);
+  select_blocks<16, false, 1>(p);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Target sparsity
 //
 // Each sample keeps the entries that Top-k keeps and, of all others, the wanted number with the least mass before them.
-// So the cut is an order statistic of those masses: a radix search finds it, 11, 11 and 10 bits at a time.
+// So the cut is an order statistic of those masses. Entries of a bin have at least the mass before them that lies
+// before the bin, and at most that before the next one: counted once at the one and once at the other, they enclose
+// the cut between two masses. Only rows' entries in bins that reach in between are open; each gets its exact mass,
+// and two rounds of counting, in up to 2^16 cells each, find the cut among them. Entries at a row's end that are too
+// low to have mass of their own have all the same before them, and are kept or dropped together.
 
-constexpr int kRankBins = 1024;
-constexpr int kBinVectors = kRankBins / 4;
-constexpr int kBinSpace = kBinVectors + kBinVectors / 4 + 1;  // vectors: a gap after every fourth, and one past the end
-constexpr int kRankValues = 10;        // entries of a thread
-constexpr int kRankSampled = 2;        // registers that the range of the bins is taken from
-constexpr int kMaxRankThreads = 1024;  // up to 8192 key blocks
-constexpr float kRankSpread = 3.f;     // bins cover the mean and so many standard deviations on either side
-constexpr u32 kFloorCell = 0;     // kept by Top-k; the mass before every other entry is at least 1
-constexpr u32 kNoCell = 0xffffffffu;  // padding of a row
+constexpr int kTargetThreads = 256;
+constexpr int kTargetWarps = kTargetThreads / kWarp;
+constexpr int kOpenLoads = 16;  // of a thread, in flight together
 
-constexpr int kDigitRounds = 3;
-constexpr int kDigits = 2048;  // counters of a round
+constexpr u32 kFloorCell = 0;         // kept by Top-k; the mass before every other entry is at least 1
+constexpr u32 kNoCell = 0xffffffffu;  // dropped, or padding
 
-// Of one sample; zeroed by rank_blocks.
-struct TargetSearch {
-  u64 counts[kDigitRounds][kDigits];
-  struct Cut {
-    u64 wanted;  // entries to keep among those that start with `prefix`
-    u64 prefix;  // the digits that are known of the cut
-  } cuts[kDigitRounds];
-};
+// Levels of mass, 64 to an octave, finest next to nothing and next to a whole row: a row of 8192 entries has at least
+// 2^18 units before its second one, and what a row's rounded masses add up to strays from 2^31 by less than 2^12.
+constexpr int kLevelBits = 6;
+constexpr u32 kLowOctave = 18, kHighOctave = 10, kHalfMass = 1u << 30, kFullMass = (1u << 31) + (1u << 12);
+constexpr u32 kLowLevels = (30 - kLowOctave) << kLevelBits, kHighLevels = (30 - kHighOctave) << kLevelBits;
+constexpr int kLevels = kLowLevels + kHighLevels;
+constexpr u32 kMostMass = kNoCell - 1;
 
-struct RankParams {
-  u32* cells;        // (rows, pitch) scores, replaced
-  TargetSearch* searches;  // (B,)
-  int n_k, pitch, samples;
-  u32 floor;
-};
-
-// Where bin `bin` lies; the gaps let the threads of a warp read neighbouring sixteens of bins from different banks.
-DEVICE u32 bin_place(u32 bin) { return bin + bin / 16 * 4; }
-
-// One thread block a row. Entries are dropped into bins of descending score; the exact order is then only a matter
-// within each bin, where every entry looks at the few others. Entry i * threads + thread is in register i.
-extern "C" __global__ void __launch_bounds__(kMaxRankThreads) rank_blocks(const __grid_constant__ RankParams p) {
-  struct Summary {
-    float highest, lowest, entries, sum, squares;
-  };
-  const int threads = blockDim.x, thread = threadIdx.x, n_k = p.n_k;
-  uint4* count_vectors = dynamic_shared;             // entries of a bin, then of all bins before it
-  uint4* mass_vectors = count_vectors + kBinSpace;   // and their mass
-  float2* binned = reinterpret_cast<float2*>(mass_vectors + kBinSpace);  // n_k: score and mass (as bits), bin by bin
-  u32* origins = reinterpret_cast<u32*>(binned + n_k);                   // n_k: key block, and bin * 2^16
-  u32* bin_counts = reinterpret_cast<u32*>(count_vectors);
-  u32* bin_masses = reinterpret_cast<u32*>(mass_vectors);
-  u32* cells = p.cells + static_cast<i64>(blockIdx.x) * p.pitch;
-
-  const i64 search_words = static_cast<i64>(p.samples) * (sizeof(TargetSearch) / sizeof(u64));
-  for (i64 i = static_cast<i64>(blockIdx.x) * threads + thread; i < search_words;
-       i += static_cast<i64>(gridDim.x) * threads)
-    reinterpret_cast<u64*>(p.searches)[i] = 0;
-  for (int i = thread; i < kBinSpace; i += threads) count_vectors[i] = mass_vectors[i] = make_uint4(0, 0, 0, 0);
-
-  const int size = (n_k - 1 - thread + threads) / threads;  // registers of this thread that hold entries
-  const float first_score = __uint_as_float(cells[0]);
-  float scores[kRankValues];
-  unrolled<kRankValues>([&](int i) {
-    scores[i] = i < size ? __uint_as_float(cells[i * threads + thread]) : kNoScore;
-  });
-  __syncthreads();  // cells[0] has been read, and the bins are empty
-
-  Summary row = {kNoScore, kScoreLimit, 0.f, 0.f, 0.f};
-  unrolled<kRankValues>([&](int i) {
-    row.highest = fmaxf(row.highest, scores[i]);
-    row.lowest = i < size ? fminf(row.lowest, scores[i]) : row.lowest;
-  });
-  unrolled<kRankSampled>([&](int i) {
-    const float distance = i < size ? scores[i] - first_score : 0.f;
-    row.entries += i < size ? 1.f : 0.f, row.sum += distance, row.squares += distance * distance;
-  });
-  row = {across_lanes(row.highest, Highest()), across_lanes(row.lowest, Lowest()), across_lanes(row.entries, Sum()),
-         across_lanes(row.sum, Sum()), across_lanes(row.squares, Sum())};
-  row = across_warps(row, [](const Summary& a, const Summary& b) {
-    return Summary{fmaxf(a.highest, b.highest), fminf(a.lowest, b.lowest), a.entries + b.entries, a.sum + b.sum,
-                   a.squares + b.squares};
-  });
-
-  RowSoftmax softmax = {row.highest, 0.f};
-  float exponentials[kRankValues], sum = 0.f;
-  unrolled<kRankValues>([&](int i) {
-    exponentials[i] = softmax.exponential(scores[i]);
-    sum += exponentials[i];
-  });
-  softmax.units = kMassUnits / across_block(sum, Sum());
-
-  if (row.highest == row.lowest) {  // the order is that of the indices
-    const u32 mass = softmax.mass(row.highest);
-    for (int index = thread; index < p.pitch; index += threads)
-      cells[index] = index >= n_k ? kNoCell : index < static_cast<int>(p.floor) ? kFloorCell : index * mass;
-    return;
-  }
-
-  const float mean = row.sum / row.entries;
-  const float spread = kRankSpread * sqrtf(fmaxf(row.squares / row.entries - mean * mean, 0.f));
-  const float top = first_score + mean + spread, bins_per_score = kRankBins / (2.f * spread);
-  u32 places[kRankValues];  // bin, and place in it * 2^16: first come, first served, which changes no result
-  unrolled<kRankValues>([&](int i) {
-    // The bin never falls while the score falls, whatever the rounding; not-a-number is bin 0.
-    const float below = __fmaf_rn(__fsub_rn(top, scores[i]), bins_per_score, kIntegers);
-    const u32 bin = __float_as_uint(fminf(fmaxf(below, kIntegers), kIntegers + (kRankBins - 1))) - kIntegerBits;
-    if (i < size) {
-      places[i] = bin | take_place(bin_counts + bin_place(bin)) << 16;
-      count_in_shared(bin_masses + bin_place(bin), softmax.to_units(exponentials[i]));
-    }
-  });
-  __syncthreads();
-  {
-    const int vectors = max(kBinVectors / threads, 1);  // of a thread
-    const int first = min(thread * vectors, kBinVectors), end = min(first + vectors, kBinVectors);
-    u32 count = 0, mass = 0;
-#pragma unroll 1
-    for (int i = first; i < end; ++i) {
-      const uint4 counts = count_vectors[i + i / 4], masses = mass_vectors[i + i / 4];
-      count += counts.x + counts.y + counts.z + counts.w, mass += masses.x + masses.y + masses.z + masses.w;
-    }
-    // Both sums stay below 2^32, so one carries neither into the other.
-    const u64 before = sum_before(static_cast<u64>(count) << 32 | mass);
-    count = static_cast<u32>(before >> 32), mass = static_cast<u32>(before);
-#pragma unroll 1
-    for (int i = first; i < end; ++i) {
-      const uint4 counts = count_vectors[i + i / 4], masses = mass_vectors[i + i / 4];
-      count_vectors[i + i / 4] = make_uint4(count, count + counts.x, count + counts.x + counts.y,
-                                            count + counts.x + counts.y + counts.z);
-      mass_vectors[i + i / 4] =
-          make_uint4(mass, mass + masses.x, mass + masses.x + masses.y, mass + masses.x + masses.y + masses.z);
-      count += counts.x + counts.y + counts.z + counts.w, mass += masses.x + masses.y + masses.z + masses.w;
-    }
-    if (thread == 0) bin_counts[bin_place(kRankBins)] = n_k;
-  }
-  __syncthreads();
-  unrolled<kRankValues>([&](int i) {
-    if (i < size) {
-      const u32 bin = places[i] & 0xffff;
-      const u32 position = bin_counts[bin_place(bin)] + (places[i] >> 16);
-      binned[position] = make_float2(scores[i], __uint_as_float(softmax.to_units(exponentials[i])));
-      origins[position] = bin << 16 | (i * threads + thread);
-    }
-  });
-  __syncthreads();
-
-  u32 results[kRankValues];
-  unrolled<kRankValues>([&](int i) {
-    if (i < size) {
-      const int position = i * threads + thread;
-      const float own = binned[position].x;
-      const u32 index = origins[position] & 0xffff, bin = origins[position] >> 16;
-      const u32 end = bin_counts[bin_place(bin + 1)];
-      u32 rank = bin_counts[bin_place(bin)], mass = bin_masses[bin_place(bin)];
-#pragma unroll 1
-      for (u32 other = rank; other < end; ++other) {
-        const float2 entry = binned[other];
-        if (entry.x > own || (entry.x == own && (origins[other] & 0xffff) < index))
-          ++rank, mass += __float_as_uint(entry.y);
-      }
-      results[i] = rank < p.floor ? kFloorCell : mass;
-    }
-  });
-  __syncthreads();  // the binned scores have been read; results take their place, in the order of the key blocks
-  u32* by_index = reinterpret_cast<u32*>(binned);
-  unrolled<kRankValues>([&](int i) {
-    if (i < size) by_index[origins[i * threads + thread] & 0xffff] = results[i];
-  });
-  __syncthreads();
-  for (int index = thread; index < p.pitch; index += threads)
-    cells[index] = index < n_k ? by_index[index] : kNoCell;
+// Steps of a scale whose octaves, from 2^first_octave up, have 2^kLevelBits steps each.
+DEVICE u32 octave_step(u32 value, u32 first_octave) {
+  const u32 base = (127 + first_octave) << kLevelBits;
+  return max(__float_as_uint(__uint2float_rz(value)) >> (23 - kLevelBits), base) - base;
+}
+DEVICE u32 octave_step_start(u32 step, u32 first_octave) {
+  const u32 base = (127 + first_octave) << kLevelBits;
+  return step == 0 ? 0 : __float2uint_rz(__uint_as_float((base + step) << (23 - kLevelBits)));
 }
 
-constexpr int kDigitThreads = 512;
+// It never falls while the mass grows.
+DEVICE u32 mass_level(u32 mass) {
+  if (mass < kHalfMass) return octave_step(mass, kLowOctave);
+  const u32 left = mass < kFullMass ? kFullMass - mass : 0;
+  return kLevels - 1 - octave_step(min(left, kHalfMass - 1), kHighOctave);
+}
+// The least mass of a level.
+DEVICE u32 level_start(u32 level) {
+  if (level <= kLowLevels) return octave_step_start(level, kLowOctave);
+  return kFullMass + 1 - octave_step_start(kLevels - level, kHighOctave);
+}
+DEVICE u32 level_end(u32 level) { return level == kLevels - 1 ? kMostMass : level_start(level + 1) - 1; }
 
-struct DigitParams {
-  const u32* cells;  // (B, rows of a sample, pitch)
-  TargetSearch* searches;
-  i64 sample_cells;
-  u64 wanted;  // entries of a sample to keep beyond those that Top-k keeps, at least 1
-  int round;
+// Counts of 2^16 cells, and of groups of them, which make it quick to find one.
+constexpr int kGroups = kTargetThreads;
+constexpr int kGroupCells = kTargetThreads;
+struct CellCounts {
+  u32 groups[kGroups], cells[kGroups * kGroupCells];
 };
 
-DEVICE int digit_bits(int round) { return round < kDigitRounds - 1 ? 11 : 10; }
-DEVICE int digit_shift(int round) { return round == 0 ? 21 : round == 1 ? 10 : 0; }
+// Of one sample. pooled_scores zeroes it, and each kernel leaves for the next ones what they need.
+struct TargetSearch {
+  u32 starts[kLevels], ends[kLevels];  // entries by the least and by the most mass that may lie before them
+  u32 below;            // entries with less mass before them than `lowest`
+  u32 lowest, shift;    // mass where the first cell starts, and log2 of the size of a cell
+  u32 first, wanted;    // mass where the cut's own cell starts, and entries to keep of it
+  u32 unused[3];
+  CellCounts coarse;    // open entries by cell
+  CellCounts exact;     // those of the cut's cell by mass
+};
+static_assert(sizeof(TargetSearch) % 16 == 0, "samples lie one behind the other");
 
-// The cut after `rounds` rounds have been counted. Every thread of the block calls it and gets it.
-DEVICE TargetSearch::Cut find_cut(const TargetSearch& search, int rounds, u64 wanted) {
-  __shared__ TargetSearch::Cut found;
-  if (rounds == 0) return {wanted, 0};
-  const TargetSearch::Cut cut = rounds == 1 ? TargetSearch::Cut{wanted, 0} : search.cuts[rounds - 1];
-  const int digits = kDigits / blockDim.x;  // of a thread
-  const u64* counts = search.counts[rounds - 1] + threadIdx.x * digits;
-  u64 count = 0;
-#pragma unroll 1
-  for (int i = 0; i < digits; ++i) count += counts[i];
-  u64 before = sum_before(count);
-  if (before < cut.wanted && cut.wanted <= before + count) {  // true for one thread
-    int digit = 0;
-    while (before + counts[digit] < cut.wanted) before += counts[digit++];
-    found = {cut.wanted - before, cut.prefix << digit_bits(rounds - 1) | (threadIdx.x * digits + digit)};
+// A row between the kernels.
+constexpr u32 kMaxOpen = 128;
+struct RowBins {
+  ScoreBins bins;
+  float units;    // of its softmax
+  u32 floor_bin;  // bins before it hold entries that Top-k keeps, and no others
+  uint4 through[kBins / 4];  // mass up to the end of each bin
+};
+struct RowOpen {
+  u32 kept, count;       // certain entries, and open ones; beyond kMaxOpen, masses of all are in the scores' place
+  u32 tail, whole;       // entries after the open ones, all with the mass `whole` before them; 0 if they are dropped
+  u32 masses[kMaxOpen];  // before each open entry; kFloorCell where Top-k keeps it
+  u16 indices[kMaxOpen];
+};
+union RowState {
+  RowBins binned;  // from bin_rows
+  RowOpen open;    // from rank_open
+};
+
+struct TargetParams {
+  float* scores;           // (B * rows of a sample, pitch)
+  RowState* rows;          // (B * rows of a sample,)
+  TargetSearch* searches;  // (B,)
+  u32* bits;               // (B * rows of a sample, words)
+  int* counts;             // (B * rows of a sample,)
+  int sample_rows, n_k, pitch, words;
+  u32 floor;   // ranks below it are kept, at least 1
+  u32 wanted;  // entries of a sample to keep beyond those that Top-k keeps, at least 1
+};
+
+struct Place {
+  u32 index, wanted;
+};
+
+// The first of kCount counters up to which there are `wanted` entries, and how many of its own are among them. All
+// kTargetThreads threads of the block call it and get it.
+template <int kCount>
+DEVICE Place find_place(const u32* counters, u32 wanted) {
+  constexpr int kOwn = kCount / kTargetThreads;
+  __shared__ Place found;
+  u32 own[kOwn], count = 0;
+#pragma unroll
+  for (int i = 0; i < kOwn; ++i) {
+    own[i] = counters[threadIdx.x * kOwn + i];
+    count += own[i];
+  }
+  u32 before = sum_before(count);
+  if (before < wanted && wanted <= before + count) {  // true for one thread
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      if (before < wanted && wanted <= before + own[i]) found = {threadIdx.x * kOwn + i, wanted - before};
+      before += own[i];
+    }
   }
   __syncthreads();
   return found;
 }
 
-// Grid (any, B).
-extern "C" __global__ void __launch_bounds__(kDigitThreads) count_digits(const __grid_constant__ DigitParams p) {
-  __shared__ u32 counts[kDigits];
-  TargetSearch& search = p.searches[blockIdx.y];
-  const TargetSearch::Cut cut = find_cut(search, p.round, p.wanted);
-  if (blockIdx.x == 0 && threadIdx.x == 0) search.cuts[p.round] = cut;  // for the next round
-  for (int i = threadIdx.x; i < kDigits; i += kDigitThreads) counts[i] = 0;
-  __syncthreads();
-
-  const int shift = digit_shift(p.round), bits = digit_bits(p.round);
-  const uint4* cells = reinterpret_cast<const uint4*>(p.cells + blockIdx.y * p.sample_cells);
-  const i64 step = static_cast<i64>(gridDim.x) * kDigitThreads;
-#pragma unroll 4
-  for (i64 i = static_cast<i64>(blockIdx.x) * kDigitThreads + threadIdx.x; i < p.sample_cells / 4; i += step) {
-    const uint4 vector = cells[i];
-    const u32 four[4] = {vector.x, vector.y, vector.z, vector.w};
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const u64 cell = four[j];
-      if (cell != kFloorCell && cell != kNoCell && cell >> (shift + bits) == cut.prefix)
-        atomicAdd(&counts[cell >> shift & ((1 << bits) - 1)], 1);
-    }
-  }
-  __syncthreads();
-  for (int i = threadIdx.x; i < kDigits; i += kDigitThreads)
-    if (counts[i] != 0) atomicAdd(&search.counts[p.round][i], static_cast<u64>(counts[i]));
+DEVICE Place find_cell(const CellCounts& counts, u32 wanted) {
+  const Place group = find_place<kGroups>(counts.groups, wanted);
+  const Place cell = find_place<kGroupCells>(counts.cells + group.index * kGroupCells, group.wanted);
+  return {group.index * kGroupCells + cell.index, cell.wanted};
 }
 
-constexpr int kKeepThreads = 256;
+// Grid (any, B). Each row is put in bins, whose entries are counted at the levels that enclose the mass before them.
+template <int kValues, bool kOneWarp>
+DEVICE void bin_rows(const TargetParams& p) {
+  using Threads = RowThreads<kOneWarp>;
+  __shared__ BinSums all_sums[kOneWarp ? kTargetWarps : 1];
+  __shared__ u32 starts[kLevels], ends[kLevels];
+  BinSums& sums = all_sums[Threads::row()];
+  for (int i = threadIdx.x; i < kLevels; i += blockDim.x) starts[i] = ends[i] = 0;
+  __syncthreads();
 
-struct KeepParams {
-  const u32* cells;  // (B, rows of a sample, pitch)
-  const TargetSearch* searches;
-  u32* bits;    // (B * rows of a sample, words)
-  int* counts;  // (B * rows of a sample,)
-  u64 wanted;
-  int sample_rows, pitch, words;
+  const int chunks = ceil_div(p.words - Threads::warp(), Threads::warps());
+  // The last row first: the latest scores are still in the cache.
+#pragma unroll 1
+  for (int i = blockIdx.x * Threads::rows() + Threads::row(); i < p.sample_rows; i += gridDim.x * Threads::rows()) {
+    const i64 row = static_cast<i64>(blockIdx.y) * p.sample_rows + p.sample_rows - 1 - i;
+    BinnedRow<kValues, kOneWarp> binned;
+    binned.fill(p.scores + row * p.pitch + Threads::rank(), chunks, p.n_k, sums);
+    if (Threads::warp() == 0) {
+      const LaneBins lane_bins(sums, p.n_k);
+      u32 count = lane_bins.count_before, mass = lane_bins.mass_before, level = mass_level(mass);
+      u32 floor_bin = 0, through[kLaneBins];
+      unrolled<kLaneBins>([&](int j) {
+        const u32 entries = lane_bins.counts[j];
+        const u32 beyond = entries - min(entries, max(p.floor, count) - count);
+        count += entries, mass += lane_bins.masses[j];
+        floor_bin += count <= p.floor;
+        through[j] = mass;
+        const u32 next_level = mass_level(mass);
+        if (beyond > 0) {
+          count_in_shared(starts + level, beyond);
+          count_in_shared(ends + (entries > 1 ? next_level : level), beyond);  // before a single one lies no other
+        }
+        level = next_level;
+      });
+      floor_bin = across_lanes(floor_bin, Sum());
+      RowBins& target = p.rows[row].binned;
+#pragma unroll
+      for (int j = 0; j < kLaneBins / 4; ++j)
+        target.through[lane_id() * (kLaneBins / 4) + j] =
+            make_uint4(through[j * 4], through[j * 4 + 1], through[j * 4 + 2], through[j * 4 + 3]);
+      if (lane_id() == 0) {
+        target.bins = binned.bins;
+        target.units = binned.softmax.units;
+        target.floor_bin = floor_bin;
+      }
+    }
+    Threads::sync();  // the bins have been read
+  }
+  __syncthreads();
+  TargetSearch& search = p.searches[blockIdx.y];
+  for (int i = threadIdx.x; i < kLevels; i += blockDim.x) {
+    if (starts[i] > 0) atomicAdd(&search.starts[i], starts[i]);
+    if (ends[i] > 0) atomicAdd(&search.ends[i], ends[i]);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kTargetThreads, 3) bin_rows_512(const __grid_constant__ TargetParams p) {
+  bin_rows<16, true>(p);
+}
+
+extern "C" __global__ void __launch_bounds__(kTargetThreads, 2) bin_rows_1280(const __grid_constant__ TargetParams p) {
+  bin_rows<40, true>(p);
+}
+
+extern "C" __global__ void __launch_bounds__(kMaxRowThreads, kRowBlocks)
+    bin_rows_8192(const __grid_constant__ TargetParams p) {
+  bin_rows<16, false>(p);
+}
+
+// Counts open entries in the cells between two masses. Every count of a thread goes through `add`.
+struct OpenCounts {
+  u32* groups;  // in shared memory
+  u32* cells;   // in global memory
+  u32 lowest, highest, shift;
+
+  DEVICE bool holds(u32 mass) const { return mass >= lowest && mass <= highest; }
+  DEVICE u32 cell(u32 mass) const { return (mass - lowest) >> shift; }
+  DEVICE void add(u32 cell, u32 entries) const {
+    count_in_shared(groups + cell / kGroupCells, entries);
+    atomicAdd(cells + cell, entries);
+  }
 };
 
-// Grid (any, B); one warp a row at a time.
-extern "C" __global__ void __launch_bounds__(kKeepThreads) keep_target(const __grid_constant__ KeepParams p) {
-  const u32 cut = static_cast<u32>(find_cut(p.searches[blockIdx.y], kDigitRounds, p.wanted).prefix);
-  const int lane = lane_id(), warps = kKeepThreads / kWarp;
-  for (int i = blockIdx.x * warps + threadIdx.x / kWarp; i < p.sample_rows; i += gridDim.x * warps) {
-    const i64 row = static_cast<i64>(blockIdx.y) * p.sample_rows + i;
-    const u32* cells = p.cells + row * p.pitch + lane;
-    int kept = 0;
-    for (int first = 0; first < p.words; first += kWarp) {
-      const int words = min(kWarp, p.words - first);
-      u32 own = 0;
-#pragma unroll 8
-      for (int word = 0; word < words; ++word) {
-        const u32 bits = __ballot_sync(kAllLanes, cells[(first + word) * kWarp] <= cut);
-        if (lane == word) own = bits;
-        kept += __popc(bits);
+// A row's open bins, and what lies before them.
+struct OpenBins {
+  ScoreBins bins;
+  RowSoftmax softmax;
+  int first, last;
+  u32 kept, mass_before, count;  // count: open entries
+
+  // kIntegers + bin; padding is past the last one.
+  DEVICE float bin(float score) const { return score != kNoScore ? bins.of(score) : kIntegers + kBins; }
+  DEVICE bool is_certain(float bin) const { return bin < kIntegers + first; }
+  DEVICE bool is_open(float bin) const { return bin >= kIntegers + first && bin <= kIntegers + last; }
+};
+
+// The row whose open entries are too many for one warp: the whole block sorts them. The mass before each entry takes
+// the place of its score. Returns how many of this thread's entries have less before them than `counts.lowest`.
+DEVICE u32 rank_many(const OpenBins& row, float* scores, const OpenCounts& counts, const TargetParams& p) {
+  __shared__ u32 appended;
+  u64* keys = reinterpret_cast<u64*>(dynamic_shared);  // of falling score and rising index
+  u32* cells = reinterpret_cast<u32*>(scores);
+  const int thread = threadIdx.x;
+  if (thread == 0) appended = 0;
+  __syncthreads();
+#pragma unroll 1
+  for (int i = thread; i < p.pitch; i += kTargetThreads) {
+    const float score = scores[i], bin = row.bin(score);
+    cells[i] = row.is_certain(bin) ? kFloorCell : kNoCell;
+    if (row.is_open(bin)) keys[take_place(&appended)] = static_cast<u64>(~ordered_key(score)) << 32 | i;
+  }
+  int size = kTargetThreads;
+  while (size < static_cast<int>(row.count)) size *= 2;
+  for (int i = row.count + thread; i < size; i += kTargetThreads) keys[i] = ~0ull;
+  __syncthreads();
+#pragma unroll 1
+  for (int run = 2; run <= size; run *= 2) {
+#pragma unroll 1
+    for (int step = run / 2; step > 0; step /= 2) {
+#pragma unroll 1
+      for (int i = thread; i < size / 2; i += kTargetThreads) {
+        const int a = 2 * i - (i & (step - 1)), b = a + step;
+        const u64 low = min(keys[a], keys[b]), high = max(keys[a], keys[b]);
+        keys[a] = a & run ? high : low, keys[b] = a & run ? low : high;
       }
-      if (lane < words) p.bits[row * p.words + first + lane] = own;
+      __syncthreads();
+    }
+  }
+
+  const u32 own = size / kTargetThreads, first = thread * own, end = min(first + own, row.count);
+  u32 mass = 0;
+#pragma unroll 1
+  for (u32 i = first; i < end; ++i) mass += row.softmax.mass(key_score(~static_cast<u32>(keys[i] >> 32)));
+  mass = row.mass_before + sum_before(mass);
+  u32 below = 0, cell = 0, entries = 0;  // entries: of the latest cell, so that ties are counted together
+#pragma unroll 1
+  for (u32 i = first; i < end; ++i) {
+    const bool by_floor = row.kept + i < p.floor;
+    cells[static_cast<u32>(keys[i])] = by_floor ? kFloorCell : mass;
+    if (!by_floor && mass < counts.lowest) ++below;
+    if (!by_floor && counts.holds(mass)) {
+      if (entries > 0 && counts.cell(mass) != cell) counts.add(cell, entries), entries = 0;
+      cell = counts.cell(mass), ++entries;
+    }
+    mass += row.softmax.mass(key_score(~static_cast<u32>(keys[i] >> 32)));
+  }
+  if (entries > 0) counts.add(cell, entries);
+  __syncthreads();  // the keys have been read
+  return below;
+}
+
+// Grid (any, B); one warp a row at a time. Writes the bits of the entries that are certain.
+extern "C" __global__ void __launch_bounds__(kTargetThreads, 4) rank_open(const __grid_constant__ TargetParams p) {
+  struct Entry {
+    float score;
+    u32 mass;
+  };
+  __shared__ Entry all_entries[kTargetWarps][kMaxOpen];
+  __shared__ u16 all_indices[kTargetWarps][kMaxOpen];
+  __shared__ OpenBins many[kTargetWarps];
+  __shared__ u32 groups[kGroups];
+
+  TargetSearch& search = p.searches[blockIdx.y];
+  groups[threadIdx.x] = 0;
+  // The mass before every entry that Top-k does not keep is at least 1.
+  const u32 lowest = max(level_start(find_place<kLevels>(search.starts, p.wanted).index), 1);
+  const u32 highest = level_end(find_place<kLevels>(search.ends, p.wanted).index);
+  const u32 shift = max(16 - __clz(highest - lowest), 0);
+  const OpenCounts counts = {groups, search.coarse.cells, lowest, highest, shift};
+  if (blockIdx.x == 0 && threadIdx.x == 0) search.lowest = lowest, search.shift = shift;
+
+  const int warp = threadIdx.x / kWarp, lane = lane_id();
+  Entry* entries = all_entries[warp];
+  u16* indices = all_indices[warp];
+  u32 below = 0;  // entries with less than `lowest` before them
+#pragma unroll 1
+  for (int start = blockIdx.x * kTargetWarps; start < p.sample_rows; start += gridDim.x * kTargetWarps) {
+    const i64 start_row = static_cast<i64>(blockIdx.y) * p.sample_rows + start, row = start_row + warp;
+    OpenBins open = {};
+    u32 whole = 0;  // the row's mass
+    if (start + warp < p.sample_rows) {
+      const RowBins& binned = p.rows[row].binned;
+      open.bins = binned.bins;
+      open.softmax = {binned.bins.highest, binned.units};
+      {
+        const uint4 low = binned.through[lane * 2], high = binned.through[lane * 2 + 1];
+        const u32 through[kLaneBins] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+        // Three counts of bins, 10 bits each: those that end below `lowest`, those that the last one which starts up to
+        // `highest` comes after, and those that mass comes after.
+        u32 bins_before = 0;
+        whole = __shfl_sync(kAllLanes, through[kLaneBins - 1], kWarp - 1);
+        unrolled<kLaneBins>([&](int i) {
+          bins_before += through[i] < lowest ? 1 : 0;
+          bins_before += through[i] <= highest && lane * kLaneBins + i < kBins - 1 ? 1 << 10 : 0;
+          bins_before += through[i] < whole ? 1 << 20 : 0;
+        });
+        bins_before = across_lanes(bins_before, Sum());
+        const int floor_bin = binned.floor_bin;
+        open.first = max(static_cast<int>(bins_before & 1023), floor_bin);
+        open.last = max(static_cast<int>(min(bins_before >> 10 & 1023, bins_before >> 20)), floor_bin);
+        unrolled<kLaneBins>([&](int i) {
+          if (lane * kLaneBins + i < open.first) open.mass_before = through[i];
+        });
+        open.mass_before = across_lanes(open.mass_before, Highest());
+      }
+
+      const float* source = p.scores + row * p.pitch + lane;
+#pragma unroll 1
+      for (int first = 0; first < p.words; first += kOpenLoads) {
+        float scores[kOpenLoads];
+        unrolled<kOpenLoads>([&](int i) {
+          scores[i] = first + i < p.words ? source[(first + i) * kWarp] : kNoScore;
+        });
+        u32 own = 0;
+        unrolled<kOpenLoads>([&](int i) {
+          const float bin = open.bin(scores[i]);
+          const u32 certain = __ballot_sync(kAllLanes, open.is_certain(bin));
+          const u32 opened = __ballot_sync(kAllLanes, open.is_open(bin));
+          if (lane == i) own = certain;
+          open.kept += __popc(certain);
+          if (opened != 0) {
+            const u32 place = open.count + __popc(opened & ((1u << lane) - 1));
+            if (opened >> lane & 1 && place < kMaxOpen)
+              entries[place].score = scores[i], indices[place] = (first + i) * kWarp + lane;
+            open.count += __popc(opened);
+          }
+        });
+        if (lane < kOpenLoads && first + lane < p.words) p.bits[row * p.words + first + lane] = own;
+      }
+      __syncwarp();
+      RowOpen& target = p.rows[row].open;
+      if (lane == 0) {
+        // Certain entries beyond the floor lie in bins that end below `lowest`.
+        below += max(open.kept, p.floor) - p.floor;
+        const u32 tail = whole <= highest ? p.n_k - open.kept - open.count : 0;
+        if (tail > 0) counts.add(counts.cell(whole), tail);
+        target.kept = open.kept, target.count = open.count, target.tail = tail, target.whole = whole;
+      }
+      if (open.count <= kMaxOpen) {
+        for (u32 i = lane; i < open.count; i += kWarp) entries[i].mass = open.softmax.mass(entries[i].score);
+        __syncwarp();
+#pragma unroll 1
+        for (u32 i = lane; i < open.count; i += kWarp) {
+          const float own = entries[i].score;
+          u32 rank = open.kept, mass = open.mass_before;
+#pragma unroll 4
+          for (u32 other = 0; other < open.count; ++other) {
+            const Entry entry = entries[other];
+            if (entry.score > own || (entry.score == own && other < i)) ++rank, mass += entry.mass;
+          }
+          const bool by_floor = rank < p.floor;
+          target.masses[i] = by_floor ? kFloorCell : mass;
+          target.indices[i] = indices[i];
+          if (!by_floor && mass < lowest) ++below;
+          if (!by_floor && counts.holds(mass)) counts.add(counts.cell(mass), 1);
+        }
+      }
+    }
+    if (lane == 0) many[warp] = open;
+    if (__syncthreads_or(open.count > kMaxOpen)) {
+#pragma unroll 1
+      for (int i = 0; i < kTargetWarps; ++i) {
+        if (many[i].count > kMaxOpen) below += rank_many(many[i], p.scores + (start_row + i) * p.pitch, counts, p);
+      }
+      __syncthreads();  // `many` has been read
+    }
+  }
+  below = across_block(below, Sum());
+  if (threadIdx.x == 0 && below > 0) atomicAdd(&search.below, below);
+  __syncthreads();
+  if (groups[threadIdx.x] > 0) atomicAdd(&search.coarse.groups[threadIdx.x], groups[threadIdx.x]);
+}
+
+// Grid (any, B); one warp a row at a time. Counts the open entries of the cut's cell by their very mass.
+extern "C" __global__ void __launch_bounds__(kTargetThreads) count_exact(const __grid_constant__ TargetParams p) {
+  TargetSearch& search = p.searches[blockIdx.y];
+  const Place cell = find_cell(search.coarse, p.wanted - search.below);
+  const u32 first = search.lowest + (cell.index << search.shift), size = 1u << search.shift;
+  if (blockIdx.x == 0 && threadIdx.x == 0) search.first = first, search.wanted = cell.wanted;
+
+  const auto add = [&](u32 mass, u32 entries) {
+    if (mass - first < size) {  // never true of kFloorCell and kNoCell
+      atomicAdd(&search.exact.cells[mass - first], entries);
+      atomicAdd(&search.exact.groups[(mass - first) / kGroupCells], entries);
+    }
+  };
+  const int lane = lane_id();
+#pragma unroll 1
+  for (int i = blockIdx.x * kTargetWarps + threadIdx.x / kWarp; i < p.sample_rows; i += gridDim.x * kTargetWarps) {
+    const i64 row = static_cast<i64>(blockIdx.y) * p.sample_rows + i;
+    const RowOpen& open = p.rows[row].open;
+    const u32* masses = open.masses;
+    u32 count = open.count;
+    if (count > kMaxOpen) masses = reinterpret_cast<const u32*>(p.scores + row * p.pitch), count = p.n_k;
+#pragma unroll 1
+    for (u32 j = 0; j < count; j += kWarp) {
+      const u32 mass = j + lane < count ? masses[j + lane] : kNoCell;
+      const u32 ties = __match_any_sync(kAllLanes, mass);  // counted together, or all would wait for one counter
+      if (__ffs(ties) - 1 == lane) add(mass, __popc(ties));
+    }
+    if (lane == 0 && open.tail > 0) add(open.whole, open.tail);
+  }
+}
+
+// Grid (any, B); one warp a row at a time.
+extern "C" __global__ void __launch_bounds__(kTargetThreads) keep_target(const __grid_constant__ TargetParams p) {
+  const TargetSearch& search = p.searches[blockIdx.y];
+  const u32 cut = search.first + find_cell(search.exact, search.wanted).index;
+  const int lane = lane_id();
+#pragma unroll 1
+  for (int i = blockIdx.x * kTargetWarps + threadIdx.x / kWarp; i < p.sample_rows; i += gridDim.x * kTargetWarps) {
+    const i64 row = static_cast<i64>(blockIdx.y) * p.sample_rows + i;
+    const RowOpen& open = p.rows[row].open;
+    u32* bits = p.bits + row * p.words;
+    u32 kept = 0;
+    if (open.tail > 0 && open.whole <= cut) {
+      kept = p.n_k;
+      for (int word = lane; word < p.words; word += kWarp)
+        bits[word] = kAllLanes >> (word == p.words - 1 ? p.pitch - p.n_k : 0);
+    } else if (open.count <= kMaxOpen) {
+      kept = open.kept;
+#pragma unroll 1
+      for (u32 first = 0; first < open.count; first += kWarp) {
+        const bool keep = first + lane < open.count && open.masses[first + lane] <= cut;
+        const u32 index = open.indices[first + lane];
+        if (keep) atomicOr(bits + index / 32, 1u << index % 32);
+        kept += __popc(__ballot_sync(kAllLanes, keep));
+      }
+    } else {
+      const u32* cells = reinterpret_cast<const u32*>(p.scores + row * p.pitch) + lane;
+#pragma unroll 1
+      for (int word = 0; word < p.words; ++word) {
+        const u32 own = __ballot_sync(kAllLanes, cells[word * kWarp] <= cut);
+        if (lane == 0) bits[word] = own;
+        kept += __popc(own);
+      }
     }
     if (lane == 0) p.counts[row] = kept;
   }

@@ -23,24 +23,24 @@ _WARP = 32
 
 # The parameter structs of csrc/mask.cu, field by field.
 _MEANS = struct.Struct("<Q3q Q3q QQ QQ iii")
-_SCORES = struct.Struct("<QQ QQ Q iii f")
-_SELECT = struct.Struct("<QQQ iii II")
-_RANK = struct.Struct("<QQ iii I")
-_DIGITS = struct.Struct("<QQ q Q i")
-_KEEP = struct.Struct("<QQQQ Q iii")
+_SCORES = struct.Struct("<QQ QQ QQ iii f i")
+_SELECT = struct.Struct("<QQQ iiii II")
+_TARGET = struct.Struct("<QQQQQ iiii II")
 _ORDER = struct.Struct("<QQ ii")
 
 _TILE_Q, _TILE_K, _SCORE_THREADS = 128, 64, 256
 _MEANS_THREADS = 128
-_SELECT_8192_VALUES = 16  # scores that a thread of `select_blocks_8192` holds; the others take one warp a row
+_ROW_VALUES = 16  # scores that a thread of the kernels for long rows holds
+_SELECT_ROWS = 4  # of a thread block of `select_blocks_1280`, which gives a row one warp
 _MASS_UNITS = 2**31  # of a row's softmax
 _ALL_MASS = 2**32 - 1
 
-_RANK_BIN_BYTES, _RANK_VALUES, _RANK_MIN_THREADS = 2 * 16 * 321, 10, 128
-_DIGIT_ROUNDS, _DIGITS_OF_ROUND, _DIGIT_THREADS = 3, 2048, 512
-_SEARCH_BYTES = 8 * _DIGIT_ROUNDS * _DIGITS_OF_ROUND + 16 * _DIGIT_ROUNDS  # of a sample
-_KEEP_THREADS = 256
-_BLOCKS_PER_MULTIPROCESSOR = 4  # of the kernels that loop over their input
+_TARGET_ROWS = 8  # of a thread block of the kernels for a target
+_LEVELS, _GROUPS, _CELLS = 2048, 256, 65536
+_SEARCH_WORDS = 2 * _LEVELS + 8 + 2 * (_GROUPS + _CELLS)  # of a sample
+_ROW_STATE_BYTES = 1040  # of a row
+_KEY_BYTES = 8  # of an entry that is sorted
+_MAX_TARGET_ENTRIES = 2**32 - 1  # of a sample: 32 bits count them
 
 _ORDER_THREADS = 1024
 
@@ -64,6 +64,7 @@ class Layout:
     k_units: int
     scores: int
     searches: int
+    row_states: int  # in place of the means, which have been read by then
     scratch_bytes: int
 
 
@@ -71,7 +72,7 @@ class Layout:
 def layout(
     batch: int, heads: int, q_len: int, k_len: int, head_dim: int, top_k: float, sparsity: float
 ) -> Layout:
-    """Raises ValueError for more than 8192 key blocks."""
+    """Raises ValueError for more than 8192 key blocks, and for a target for 2^32 pairs of blocks or more."""
     n_q, n_k = num_blocks(q_len, BLOCK_Q), num_blocks(k_len, BLOCK_K)
     if n_k > MAX_KEY_BLOCKS:
         raise ValueError(
@@ -81,8 +82,18 @@ def layout(
     rows, words = batch * heads * n_q, num_blocks(n_k, WORD_BITS)
     floor, beyond_floor = top_k_blocks(top_k, n_k), 0
     if sparsity > 0.0:
-        beyond_floor = max(target_blocks(sparsity, heads * n_q * n_k) - heads * n_q * floor, 0)
+        entries = heads * n_q * n_k
+        if entries > _MAX_TARGET_ENTRIES:
+            raise ValueError(
+                f"The CUDA mask takes a target sparsity for up to {_MAX_TARGET_ENTRIES} pairs of blocks of a "
+                f"sample and got {entries}; set sparsity to 0, so that Top-p decides."
+            )
+        beyond_floor = max(target_blocks(sparsity, entries) - heads * n_q * floor, 0)
     parts = launch.Parts()
+    q_means, q_units = parts.add(rows * head_dim * 4), parts.add(rows * 4)
+    k_means, k_units = parts.add(batch * heads * n_k * head_dim * 4), parts.add(batch * heads * n_k * 4)
+    if beyond_floor:
+        parts.add(max(rows * _ROW_STATE_BYTES - parts.size, 0))
     return Layout(
         n_q=n_q,
         n_k=n_k,
@@ -91,12 +102,13 @@ def layout(
         pitch=words * WORD_BITS,
         floor=floor,
         beyond_floor=beyond_floor,
-        q_means=parts.add(rows * head_dim * 4),
-        q_units=parts.add(rows * 4),
-        k_means=parts.add(batch * heads * n_k * head_dim * 4),
-        k_units=parts.add(batch * heads * n_k * 4),
+        q_means=q_means,
+        q_units=q_units,
+        k_means=k_means,
+        k_units=k_units,
         scores=parts.add(rows * words * WORD_BITS * 4),
-        searches=parts.add(batch * _SEARCH_BYTES if beyond_floor else 0),
+        searches=parts.add(4 * batch * _SEARCH_WORDS if beyond_floor else 0),
+        row_states=q_means,
         scratch_bytes=parts.size,
     )
 
@@ -172,49 +184,50 @@ def enqueue(
         (num_blocks(n_k, _TILE_K), num_blocks(n_q, _TILE_Q), batch * heads),
         _SCORE_THREADS,
         (_TILE_Q + _TILE_K) * head_dim * 4,
-        _SCORES.pack(q_means, q_units, k_means, k_units, scores, n_q, n_k, pitch, scale),
-    )
+        _SCORES.pack(
+            q_means, q_units, k_means, k_units, scores, searches, n_q, n_k, pitch, scale,
+            batch * _SEARCH_WORDS if sizes.beyond_floor else 0,
+        ),
+    )  # fmt: skip
     if sizes.beyond_floor:
-        run(
-            "rank_blocks",
-            (rows, 1, 1),
-            _rank_threads(n_k),
-            _RANK_BIN_BYTES + 12 * n_k,
-            _RANK.pack(scores, searches, n_k, pitch, batch, sizes.floor),
-        )
-        busy = launch.device(index).multiprocessors * _BLOCKS_PER_MULTIPROCESSOR
-        cells = heads * n_q * pitch
-        for digit_round in range(_DIGIT_ROUNDS):
-            run(
-                "count_digits",
-                (min(num_blocks(cells, 4 * _DIGIT_THREADS), busy), batch, 1),
-                _DIGIT_THREADS,
-                0,
-                _DIGITS.pack(scores, searches, cells, sizes.beyond_floor, digit_round),
-            )
-        run(
-            "keep_target",
-            (min(num_blocks(heads * n_q, _KEEP_THREADS // _WARP), busy), batch, 1),
-            _KEEP_THREADS,
-            0,
-            _KEEP.pack(
-                scores, searches, bits, counts, sizes.beyond_floor, heads * n_q, pitch, sizes.words
-            ),
+        sample_rows, multiprocessors = heads * n_q, launch.device(index).multiprocessors
+        target = _TARGET.pack(
+            scores, scratch + sizes.row_states, searches, bits, counts,
+            sample_rows, n_k, pitch, sizes.words, sizes.floor, sizes.beyond_floor,
         )  # fmt: skip
+
+        def run_target(name: str, blocks: int, resident: int, threads: int, shared: int = 0) -> None:
+            """No more thread blocks than run at once, `resident` a multiprocessor; each takes many rows."""
+            run(name, (min(blocks, resident * multiprocessors), batch, 1), threads, shared, target)
+
+        blocks, threads = num_blocks(sample_rows, _TARGET_ROWS), _TARGET_ROWS * _WARP
+        if n_k <= 512:
+            run_target("bin_rows_512", blocks, 3, threads)
+        elif n_k <= 1280:
+            run_target("bin_rows_1280", blocks, 2, threads)
+        else:
+            row_threads = _long_row_threads(n_k)
+            run_target("bin_rows_8192", sample_rows, 1024 // row_threads, row_threads)
+        # Shared memory for a row to sort: a power of two of entries, each thread at least one.
+        run_target("rank_open", blocks, 4, threads, _KEY_BYTES * max(1 << (n_k - 1).bit_length(), threads))
+        run_target("count_exact", blocks, 8, threads)
+        run_target("keep_target", blocks, 8, threads)
     else:
         if sparsity > 0.0:
             top_p = 0.0  # Top-k alone keeps as much as the target, or more
         mass_limit = math.ceil(top_p * _MASS_UNITS) if top_p < 1.0 else _ALL_MASS
-        if n_k <= 1280:
-            name, threads = "select_blocks_512" if n_k <= 512 else "select_blocks_1280", _WARP
+        if n_k <= 512:
+            name, blocks, threads = "select_blocks_512", rows, _WARP
+        elif n_k <= 1280:
+            name, blocks, threads = "select_blocks_1280", num_blocks(rows, _SELECT_ROWS), _SELECT_ROWS * _WARP
         else:
-            name, threads = "select_blocks_8192", num_blocks(n_k, _SELECT_8192_VALUES * _WARP) * _WARP
+            name, blocks, threads = "select_blocks_8192", rows, _long_row_threads(n_k)
         run(
             name,
-            (rows, 1, 1),
+            (blocks, 1, 1),
             threads,
             0,
-            _SELECT.pack(scores, bits, counts, n_k, pitch, sizes.words, sizes.floor, mass_limit),
+            _SELECT.pack(scores, bits, counts, rows, n_k, pitch, sizes.words, sizes.floor, mass_limit),
         )
     run(
         "order_rows", (batch * heads, 1, 1), _ORDER_THREADS, 0, _ORDER.pack(counts, order, batch * heads, n_q)
@@ -235,9 +248,6 @@ def row_order(counts: Tensor, dtype: torch.dtype, head_dim: int) -> Tensor:
     return order
 
 
-def _rank_threads(n_k: int) -> int:
-    """Threads of a row: a power of two, as few as hold it."""
-    threads = _RANK_MIN_THREADS
-    while threads * _RANK_VALUES < n_k:
-        threads *= 2
-    return threads
+def _long_row_threads(n_k: int) -> int:
+    """Threads of a thread block that has a long row for itself."""
+    return num_blocks(n_k, _ROW_VALUES * _WARP) * _WARP

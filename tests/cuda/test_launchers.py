@@ -54,6 +54,27 @@ def test_mask_launchers_pack_the_structs_of_their_kernels(gpu: Any) -> None:
 
 
 @pytest.mark.slow
+def test_the_longest_rows_fit_the_shared_memory_of_every_gpu(gpu: Any) -> None:
+    q, k, _ = inputs(1, 1)
+    k = k.expand(-1, -1, 64 * mask_kernels.MAX_KEY_BLOCKS, -1)
+    sizes = mask_kernels.layout(*q.shape[:2], 1, k.shape[2], q.shape[3], 0.03, 0.5)
+    mask_kernels.enqueue(q, k, sizes, 0.2, 0.5, 1.0, bits=0, counts=0, order=0, scratch=0)
+    _, scores, *rest = (seen["shared"] for seen in gpu.launches)
+    limit = 99 * 1024  # of compute capability 8.6, 8.9 and 12.0
+    assert scores <= limit
+    declared = 20 * 1024  # more than any of the others has besides, in its source
+    assert 48 * 1024 < max(rest) <= limit - declared
+
+
+def test_a_target_for_more_pairs_of_blocks_than_are_counted_is_refused() -> None:
+    lengths = 128 * 4096, 64 * 8192
+    assert mask_kernels.layout(1, 127, *lengths, 64, 0.0, 0.9).beyond_floor > 0
+    assert mask_kernels.layout(1, 128, *lengths, 64, 0.0, 0.0).beyond_floor == 0
+    with pytest.raises(ValueError, match=r"up to 4294967295 pairs .* got 4294967296; set sparsity to 0"):
+        mask_kernels.layout(1, 128, *lengths, 64, 0.0, 0.9)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", [forward_mma, forward_sm90], ids=["mma", "sm90"])
 def test_forward_launchers_pack_the_struct_of_their_kernels(launcher: Any, gpu: Any) -> None:
     q, k, v = inputs(300, 500)

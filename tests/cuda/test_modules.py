@@ -96,3 +96,15 @@ def test_the_sources_exist_and_include_nothing() -> None:
         text = modules.source(module)
         assert '#line 1 "csrc/common.cuh"' in text
         assert not re.search(r"^\s*#\s*include", text, re.MULTILINE), module
+
+
+GENERIC_LAMBDA = re.compile(r"\[[&=\w\s,]*\]\s*\([^)]*\bauto\b")
+
+
+def test_no_source_has_a_generic_lambda() -> None:
+    """NVRTC up to 13.0 takes `[&](auto x) {...}` for a host function, and refuses it."""
+    assert GENERIC_LAMBDA.search("call([&, this](int i, const auto& value) { use(i, value); });")
+    assert not GENERIC_LAMBDA.search("const auto each = [&](int i) { auto x = a[i]; use(x); };")
+    for path in modules.source_folder().iterdir():
+        found = GENERIC_LAMBDA.search(path.read_text(encoding="utf-8"))
+        assert found is None, f"{path.name}: {found and found[0]}"

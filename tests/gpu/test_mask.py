@@ -266,6 +266,34 @@ def test_uneven_scores_follow_the_rule(config: SparseConfig, change: Callable[[T
     assert_is_a_schedule(mask)
 
 
+@pytest.mark.parametrize("n_k", [300, 700, 1500, 8192])
+@pytest.mark.parametrize("sparsity", [0.3, 0.9])
+def test_a_target_is_met_where_one_outlier_puts_all_other_scores_in_one_bin(
+    sparsity: float, n_k: int
+) -> None:
+    """So that a whole row is open to the search for the cut, and has to be sorted."""
+    q = random_tokens(1, 2, 1100, 64, dtype=torch.bfloat16)
+    k = random_tokens(1, 2, n_k * BLOCK_K, 64, dtype=torch.bfloat16, seed=1)
+    q[..., 0] = 8.0
+    k[..., 0] = 0.0
+    k[:, :, 5 * BLOCK_K : 6 * BLOCK_K, 0] = -300.0
+    config = SparseConfig(0.03, 0.2, sparsity)
+    mask = cuda_mask(q, k, config)
+    assert not mask.dense()[..., 5].any()
+    assert_follows_the_rule(q, k, config, mask)
+
+
+@pytest.mark.parametrize("n_k", [90, 700, 1500])
+@pytest.mark.parametrize("spread", [5.0, 10.0, 40.0])
+def test_a_target_is_met_where_most_entries_have_no_mass(spread: float, n_k: int) -> None:
+    """The mass before them is then the whole row, and they are kept or dropped together."""
+    q = random_tokens(1, 2, 5000, 128, dtype=torch.bfloat16)
+    k = (random_tokens(1, 2, n_k * BLOCK_K, 128, dtype=torch.float32, seed=1) * spread).bfloat16()
+    for config in (SparseConfig(0.03, 0.2, 0.4), SparseConfig(0.5, 0.2, 0.4), SparseConfig(0.0, 0.2, 0.8)):
+        mask = cuda_mask(q, k, config)
+        assert_follows_the_rule(q, k, config, mask)
+
+
 def fused(tokens: Tensor) -> Tensor:
     """A view into a (B, L, 3 * H * D) tensor, whose other parts are NaN."""
     batch, heads, length, dim = tokens.shape

@@ -289,7 +289,8 @@ def _make_override(attention: SparseAttention, layer: Layer) -> Callable[..., Te
     ) -> Tensor:
         if not torch.compiler.is_compiling():
             return eager(func, q, k, v, heads, *args, **kwargs)
-        if not args and kwargs.keys() <= PLAIN and q.shape == k.shape == v.shape and not q.requires_grad:
+        differentiated = q.requires_grad or k.requires_grad or v.requires_grad
+        if not args and kwargs.keys() <= PLAIN and q.shape == k.shape == v.shape and not differentiated:
             ours = kwargs["transformer_options"]
             given = ours[HOST_OPTIONS]
             ours.clear()

@@ -62,6 +62,24 @@ def test_no_cuda_graph_records_what_is_decided_at_each_step(pack: ModuleType) ->
     assert is_cudagraph_unsafe_fx_node(call)
 
 
+@pytest.mark.parametrize("trained", range(3), ids="qkv")
+def test_a_layer_that_is_trained_is_no_operator_since_that_has_no_gradients(
+    trained: int, model: Model, patch: Patch, rooms: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forbidden(*_: Any) -> None:
+        raise AssertionError("the operator was called")
+
+    monkeypatch.setattr(rooms.host.traced, "attend", forbidden)
+    attention = rooms.host.patch_of(patch(model))
+    override = rooms.host._make_override(attention, attention.layers[0])
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    qkv = [torch.randn(1, 300, 128) for _ in range(3)]
+    qkv[trained].requires_grad_()
+    out = override(None, *qkv, 2, transformer_options={rooms.host.HOST_OPTIONS: {}})
+    out.sum().backward()
+    assert qkv[trained].grad.abs().sum() > 0
+
+
 def test_a_target_lives_as_long_as_who_asked_for_it(pack: ModuleType) -> None:
     traced = importlib.import_module(f"{pack.__name__}.nodes.traced")
     x = torch.ones(1, 2, 4)

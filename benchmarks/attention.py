@@ -19,7 +19,17 @@ from pathlib import Path
 
 import torch
 
-from .cases import HEAD_DIM, PATTERNS, SHAPES, TINY, Inputs, Shape, make_inputs, relative_error
+from .cases import (
+    HEAD_DIM,
+    PATTERNS,
+    SHAPES,
+    TINY,
+    Inputs,
+    Shape,
+    gradient_error,
+    make_inputs,
+    relative_error,
+)
 from .measure import Clock, machine
 from .methods import METHODS, Call, Method, Problem, make_problem
 from .results import Row, write
@@ -28,6 +38,10 @@ SPARSITIES = (0.95, 0.9, 0.97, 0.75, 0.5, 0.0)  # most wanted first
 QUICK_METHODS = ("ours", "ours-portable", "sdpa-cudnn", "sdpa-flash", "fa4", "fa4-128x128", "fa4-128x64")
 QUICK_SHAPES = ("14B-720p", "1.3B-480p")
 TINY_SPARSITIES = (0.75, 0.0)
+# Where the backward pass is measured too: the most wanted sparsity alone, in even rows.
+GRADIENT_SHAPES = (*QUICK_SHAPES, TINY.name)
+# Floating-point operations of a kept pair of tokens and channel: two products, and five in the backward pass.
+OPERATIONS = {"kernel": 4, "total": 4, "backward": 10, "fwd+bwd": 14}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 NOTE_LENGTH = 200
 
@@ -77,7 +91,9 @@ class Benchmark:
                 structured = pattern == "structured"
                 if structured not in inputs:
                     inputs[structured] = make_inputs(shape, structured, self._device, dtype)
-                yield make_problem(inputs[structured], sparsity, pattern)
+                problem = make_problem(inputs[structured], sparsity, pattern)
+                wanted = pattern == "uniform" and sparsity == sparsities[0] and shape.name in GRADIENT_SHAPES
+                yield replace(problem, gradients=wanted)
 
     def _measure(self, method: Method, problem: Problem) -> None:
         shape = problem.inputs.shape
@@ -110,7 +126,8 @@ class Benchmark:
             error = self._error(call)
             if not error <= method.error:
                 return replace(row, status="wrong", note=f"relative error {error:.2g}")
-        output_bytes = 0 if call.part == "mask" else problem.inputs.output_bytes
+        outputs = 0 if call.part == "mask" else 1 if call.d_out is None else 3
+        output_bytes = outputs * problem.inputs.output_bytes
         extra = self._clock.extra_megabytes(call.run, output_bytes)
         ms = self._clock.milliseconds(call.run)
         all_pairs = float(shape.heads * call.inputs[0].shape[2] ** 2)
@@ -118,7 +135,7 @@ class Benchmark:
         return replace(
             row,
             ms=ms,
-            tflops=None if call.part == "mask" else 4 * HEAD_DIM * pairs / ms / 1e9,
+            tflops=None if call.part == "mask" else OPERATIONS[call.part] * HEAD_DIM * pairs / ms / 1e9,
             peak_mb=extra,
             host_us=self._clock.host_microseconds(call.run, ms),
             rel_err=error if call.checked else None,
@@ -128,8 +145,12 @@ class Benchmark:
     def _error(self, call: Call) -> float:
         """Relative error, 0 where only NaN can be looked for."""
         q, k, v = call.inputs
-        poison = torch.full_like(q, nan)  # freed at once: the output of the next call gets this memory
+        poison = [
+            torch.full_like(x, nan) for x in call.inputs
+        ]  # freed at once: the next outputs get this memory
         del poison
+        if call.d_out is not None:
+            return gradient_error(call.run(), call.d_out, q, k, v, call.blocks)
         out = call.output(call.run())
         if call.checked:
             return relative_error(out, q, k, v, call.blocks)
@@ -152,7 +173,7 @@ class Benchmark:
 
 def line(row: Row) -> str:
     """A row as one line of the table."""
-    cell = f"{row.shape:15} {row.method:18} {row.part:6} {row.pattern or '-':10}"
+    cell = f"{row.shape:15} {row.method:18} {row.part:8} {row.pattern or '-':10}"
     cell += "     - " if row.sparsity is None else f"{row.sparsity:6.2f} "
     if row.status != "ok":
         return f"{cell} {row.status}" + (f": {row.note}" if row.note else "")
@@ -177,13 +198,13 @@ def table(rows: Sequence[Row]) -> str:
         if row.sparsity is not None:
             pattern = f"{row.pattern}{', target' if 'sparsity=' in row.config else ''}"
             lines.setdefault((row.shape, row.method, row.part, pattern), {})[row.sparsity] = row
-    head = f"{'shape':15} {'method':18} {'part':6} {'pattern':19}" + "".join(f"{s:>9.0%}" for s in asked)
+    head = f"{'shape':15} {'method':18} {'part':8} {'pattern':19}" + "".join(f"{s:>9.0%}" for s in asked)
     text = [f"{head} | at {wanted:.0%}: TFLOP/s, MB, host us, error"]
     for labels, cells in lines.items():
         times = "".join(f"{_time(cells.get(sparsity)):>9}" for sparsity in asked)
         row = cells.get(wanted, cells[min(cells)])
         more = (row.tflops, ".0f"), (row.peak_mb, ".0f"), (row.host_us, ".0f"), (row.rel_err, ".0e")
-        label = f"{labels[0]:15} {labels[1]:18} {labels[2]:6} {labels[3]:19}"
+        label = f"{labels[0]:15} {labels[1]:18} {labels[2]:8} {labels[3]:19}"
         text.append(f"{label}{times} | " + " ".join(f"{_number(*each):>5}" for each in more))
     unmeasured = {(row.method, row.status, row.note) for row in rows if row.sparsity is None}
     text += [f"{method}: {status}: {note}" for method, status, note in sorted(unmeasured)]

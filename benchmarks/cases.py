@@ -188,3 +188,46 @@ def relative_error(out: Tensor, q: Tensor, k: Tensor, v: Tensor, blocks: Blocks 
         error = (out[0, head, queries].float() - truth).norm() / truth.norm()
         worst = max(worst, float(error))
     return worst
+
+
+def gradient_error(
+    gradients: tuple[Tensor, ...], d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, blocks: Blocks | None
+) -> float:
+    """Worst relative error of sampled blocks of dQ, dK and dV (1, H, L, D) against float32.
+
+    Sampled are the first and last query and key block of the first and last head. NaN if any element of
+    `gradients` is, since their memory was poisoned with NaN. blocks: None = dense.
+    """
+    if any(bool(torch.isnan(gradient).any()) for gradient in gradients):
+        return float("nan")
+    heads, tokens = q.shape[1], q.shape[2]
+    block_q, block_k = (blocks.block_q, blocks.block_k) if blocks else (LARGEST_BLOCK, LARGEST_BLOCK)
+    n_q, n_k = ceil(tokens / block_q), ceil(tokens / block_k)
+    worst = 0.0
+    for head in {0, heads - 1}:
+        query, key, value, d_output = (x[0, head].float() for x in (q, k, v, d_out))
+        d_query, d_key, d_value = (x[0, head].float() for x in gradients)
+        kept = blocks.kept[0, head] if blocks else torch.ones(n_q, n_k, dtype=torch.bool, device=q.device)
+        columns = [slice(j * block_k, (j + 1) * block_k) for j in {0, n_k - 1}]
+        rows = kept[:, [0, -1]].any(1)
+        rows[[0, -1]] = True
+        wanted_key, wanted_value = (torch.zeros_like(x) for x in (key, value))
+        for row in rows.nonzero().flatten().tolist():
+            queries = slice(row * block_q, (row + 1) * block_q)
+            hidden = ~kept[row].repeat_interleave(block_k)[:tokens]
+            scores = query[queries] @ key.T * q.shape[-1] ** -0.5
+            p = scores.masked_fill_(hidden, -torch.inf).softmax(-1)
+            products = p * (d_output[queries] @ value.T)
+            d_scores = (products - p * products.sum(-1, keepdim=True)) * q.shape[-1] ** -0.5
+            for keys in columns:
+                wanted_key[keys] += d_scores[:, keys].T @ query[queries]
+                wanted_value[keys] += p[:, keys].T @ d_output[queries]
+            if row in (0, n_q - 1):
+                wanted = d_scores @ key
+                worst = max(worst, float((d_query[queries] - wanted).norm() / wanted.norm()))
+        for keys in columns:
+            for got, wanted in ((d_key[keys], wanted_key[keys]), (d_value[keys], wanted_value[keys])):
+                # A block that no row keeps has gradients of zero.
+                difference = (got - wanted).norm()
+                worst = max(worst, float(difference / wanted.norm()) if float(difference) > 0 else 0.0)
+    return worst

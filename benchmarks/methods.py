@@ -37,6 +37,7 @@ class Problem:
     pattern: str
     config: SparseConfig | None = None  # the product's settings for this sparsity; ragged rows come from none
     chosen: Blocks | None = None  # structured: what the product's mask keeps, for peers that take a mask
+    gradients: bool = False  # whether the backward pass is measured too
 
     @property
     def device(self) -> torch.device:
@@ -77,6 +78,7 @@ class Call:
     """One thing to run, check and time.
 
     run: returns the attention output, or anything for part "mask". output: its (1, H, L, D) view.
+    d_out: parts "backward" and "fwd+bwd": the gradient of the output, and `run` returns those of q, k and v.
     blocks: what it keeps, for the check and the count of operations; None = dense. inputs: of the check.
     checked: False where the method chooses its own blocks, so that only NaN can be looked for.
     """
@@ -89,6 +91,28 @@ class Call:
     checked: bool = True
     kept_pairs: float | None = None  # where `blocks` is unknown
     output: Callable[[Any], Tensor] = field(default=lambda result: result)
+    d_out: Tensor | None = None
+
+
+def gradient_calls(
+    attention: Callable[[Tensor, Tensor, Tensor], Tensor],
+    inputs: tuple[Tensor, Tensor, Tensor],
+    blocks: Blocks | None,
+    config: str = "",
+) -> Iterator[Call]:
+    """Both passes together, then the backward pass alone, of what autograd can differentiate."""
+    q, k, v = (x.detach().requires_grad_() for x in inputs)
+    d_out = torch.randn_like(inputs[0])
+
+    def forward() -> Tensor:
+        with torch.enable_grad():
+            return attention(q, k, v)
+
+    together = lambda: torch.autograd.grad(forward(), (q, k, v), d_out)  # noqa: E731
+    yield Call("fwd+bwd", together, blocks, inputs, config, d_out=d_out)
+    out = forward()
+    alone = lambda: torch.autograd.grad(out, (q, k, v), d_out, retain_graph=True)  # noqa: E731
+    yield Call("backward", alone, blocks, inputs, config, d_out=d_out)
 
 
 class Method:
@@ -154,7 +178,10 @@ class Ours(Method):
         words = _words(config)
         if self._kernel is None:  # the mask kernels are the same for every forward kernel
             yield Call("mask", lambda: block_mask(q, k, config), blocks, inputs, words)
-        yield Call("total", lambda: sparse_attention(q, k, v, config, backend=backend), blocks, inputs, words)
+        attention = lambda q, k, v: sparse_attention(q, k, v, config, backend=backend)  # noqa: E731
+        yield Call("total", lambda: attention(q, k, v), blocks, inputs, words)
+        if problem.gradients:
+            yield from gradient_calls(attention, inputs, blocks, words)
 
     @staticmethod
     def qkv(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
@@ -200,13 +227,15 @@ class Sdpa(Method):
         self.needs_gpu = backend is not SDPBackend.MATH
 
     def calls(self, problem: Problem) -> Iterator[Call]:
-        q, k, v = problem.inputs.q, problem.inputs.k, problem.inputs.v
+        inputs = Ours.qkv(problem)
 
-        def run() -> Tensor:
+        def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             with sdpa_kernel(self._backend):
                 return F.scaled_dot_product_attention(q, k, v)
 
-        yield Call("total", run, None, (q, k, v))
+        yield Call("total", lambda: attention(*inputs), None, inputs)
+        if problem.gradients:
+            yield from gradient_calls(attention, inputs, None)
 
 
 def _tokens_first(problem: Problem) -> list[Tensor]:
@@ -251,6 +280,11 @@ class FlashAttention4(Method):
         run = lambda: interface.flash_attn_func(q, k, v, **arguments)  # noqa: E731
         part = "total" if self.dense else "kernel"
         yield Call(part, run, blocks, Ours.qkv(problem), output=_first)
+        if self.dense and problem.gradients:
+            attention = lambda *qkv: _first(  # noqa: E731
+                interface.flash_attn_func(*(x.transpose(1, 2) for x in qkv))
+            )
+            yield from gradient_calls(attention, Ours.qkv(problem), None)
 
 
 class Flex(Method):

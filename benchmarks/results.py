@@ -26,9 +26,11 @@ class Row:
     """One measurement, or why there is none (`status` other than "ok": no numbers, and `note` says more).
 
     sparsity: what was asked; achieved: 1 - kept token pairs / all token pairs of the blocks that were used.
-    part: "kernel" = attention alone over given blocks, "mask" = choosing the blocks, "total" = both.
-    ms: median of one call; tflops: 4 * D * kept token pairs / ms; host_us: host time to issue one call;
-    peak_mb: memory beyond inputs and output, in 10^6 bytes; rel_err: worst sampled block against float32.
+    part: "kernel" = attention alone over given blocks, "mask" = choosing the blocks, "total" = both;
+    "backward" = the gradients of q, k and v alone, "fwd+bwd" = all three.
+    ms: median of one call; tflops: operations * D * kept token pairs / ms, with 4 operations forward and 10
+    backward, whatever is computed twice; host_us: host time to issue one call; peak_mb: memory beyond inputs
+    and outputs, in 10^6 bytes; rel_err: worst sampled block against float32.
     """
 
     shape: str

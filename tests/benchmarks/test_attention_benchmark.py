@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import attention, cases
-from benchmarks.cases import HEAD_DIM, TINY, Blocks, random_blocks, relative_error
+from benchmarks.cases import HEAD_DIM, TINY, Blocks, gradient_error, random_blocks, relative_error
 from benchmarks.methods import Call, Method, Problem
 
 CPU = torch.device("cpu")
@@ -74,6 +74,30 @@ def test_the_check_sees_a_missing_block_an_unmasked_key_and_an_unwritten_element
     unwritten = right.clone()
     unwritten[0, 1, 200, 3] = float("nan")
     assert not relative_error(unwritten, q, k, v, None) <= 1e9
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_the_check_of_gradients_sees_what_is_missing_in_any_of_them(sparse: bool) -> None:
+    inputs = cases.make_inputs(TINY, False, CPU, torch.float32)
+    blocks = random_blocks(TINY.heads, TINY.tokens, 128, 64, 0.5, ragged=True, device=CPU) if sparse else None
+    hidden = torch.zeros(1, TINY.heads, TINY.tokens, TINY.tokens, dtype=torch.bool)
+    if blocks:
+        kept = blocks.kept.repeat_interleave(128, 2)[:, :, : TINY.tokens].repeat_interleave(64, 3)
+        hidden = ~kept[..., : TINY.tokens]
+    q, k, v = (x.clone().requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
+    out = (q @ k.mT * HEAD_DIM**-0.5).masked_fill(hidden, -torch.inf).softmax(-1) @ v
+    d_out = torch.randn_like(out)
+    right = torch.autograd.grad(out, (q, k, v), d_out)
+    check = lambda gradients: gradient_error(gradients, d_out, q.detach(), k.detach(), v.detach(), blocks)  # noqa: E731
+    assert check(right) < 1e-5
+    for i in range(3):
+        for token in (0, TINY.tokens - 1):
+            wrong = [x.clone() for x in right]
+            wrong[i][0, -1, token] *= 1.2
+            assert check(tuple(wrong)) > 1e-3, (i, token)
+        unwritten = [x.clone() for x in right]
+        unwritten[i][0, 0, 200, 3] = float("nan")
+        assert not check(tuple(unwritten)) <= 1e9
 
 
 class Fake(Method):
@@ -145,11 +169,13 @@ def test_a_run_without_a_gpu_measures_the_reference_and_names_what_is_missing(
         ("kernel", "uniform", ""),
         ("mask", "uniform", "top_p=0"),
         ("total", "uniform", "top_p=0"),
+        ("fwd+bwd", "uniform", "top_p=0"),
+        ("backward", "uniform", "top_p=0"),
         ("kernel", "ragged", ""),
         ("kernel", "structured", ""),
         ("mask", "structured", "sparsity=0.5"),
         ("total", "structured", "sparsity=0.5"),
     }
-    assert len(ours) == 9  # structured masks and totals also with a top_p
+    assert len(ours) == 11  # structured masks and totals also with a top_p
     assert [row["status"] for row in rows if row["method"] == "fa4"] == ["unsupported"]
     assert "at 50%" in capsys.readouterr().out

@@ -27,8 +27,9 @@
 constexpr int kConsumerGroups = 2;
 constexpr int kConsumerWarps = 4 * kConsumerGroups;
 constexpr int kThreads = 128 * (1 + kConsumerGroups);
-constexpr int kProducerRegisters = 24;
-constexpr int kConsumerRegisters = 240;
+// Of the producer's and of a consumer's threads. The consumers of rows need more than usual, and their producer gets by.
+constexpr int kRowProducerRegisters = 24, kRowConsumerRegisters = 240;
+constexpr int kColumnProducerRegisters = 40, kColumnConsumerRegisters = 232;
 
 constexpr u32 kAllLanes = 0xffffffffu;
 constexpr int kGroupRows = 64;  // one wgmma's M
@@ -460,10 +461,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) row_gradients(const __
   }
   __syncthreads();
   if (threadIdx.x < 128) {
-    give_registers<kProducerRegisters>();
+    give_registers<kRowProducerRegisters>();
     if (threadIdx.x < 32) produce_rows(params, s);
   } else {
-    take_registers<kConsumerRegisters>();
+    take_registers<kRowConsumerRegisters>();
     RowConsumer consumer{params, s};
     if (consumer.start()) {
       while (consumer.step()) {
@@ -787,10 +788,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) column_gradients(const
   __syncthreads();
   const int group = threadIdx.x / 128;
   if (group == 0) {
-    give_registers<kProducerRegisters>();
+    give_registers<kColumnProducerRegisters>();
     if (threadIdx.x < 32) produce_columns(params, s);
   } else {
-    take_registers<kConsumerRegisters>();
+    take_registers<kColumnConsumerRegisters>();
     if (group == 1) {
       ValueGradient consumer{{params, s, params.k, params.d_v}};
       if (consumer.start()) {

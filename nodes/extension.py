@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from comfy_api.latest import ComfyExtension, io
 
+from .distill import SpargeDistillStudent
 from .patch import SpargeAttention2Patch
 from .report import SpargeSparsityReport
+from .samples import SpargeSaveSample
 from .student import SpargeLoadStudent
 
 
 class SpargeAttention2Extension(ComfyExtension):
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
-        return [SpargeAttention2Patch, SpargeSparsityReport, SpargeLoadStudent]
+        return [
+            SpargeAttention2Patch,
+            SpargeSparsityReport,
+            SpargeLoadStudent,
+            SpargeSaveSample,
+            SpargeDistillStudent,
+        ]
 
 
 async def comfy_entrypoint() -> SpargeAttention2Extension:

@@ -62,12 +62,7 @@ def export(
             "diff."
         )
     trained = checkpoint.load_all(path, AVERAGE if options.ema else WEIGHT)
-    about = {
-        "base_model": options.base.name,
-        "steps": str(run["step"]),
-        "loss": options.loss,
-        "run": json.dumps(run["options"]),
-    }
+    about = describe_run(options, run["step"])
     if kind == LOW_RANK_FILE:
         return write_low_rank(file, _pairs(trained, options), options.config, about, dtype)
     weights = _BaseWeights(base or options.base, run["facts"]["model"])
@@ -82,6 +77,16 @@ def export(
     else:
         tensors = {target: changed[target] if target in changed else weights[target] for target in weights}
     return _write(file, tensors, options.config, about, dtype)
+
+
+def describe_run(options: TrainOptions, step: int) -> dict[str, str]:
+    """What a student's metadata says of its training."""
+    return {
+        "base_model": options.base.name,
+        "steps": str(step),
+        "loss": options.loss,
+        "run": json.dumps(options.to_json()),
+    }
 
 
 def write_low_rank(

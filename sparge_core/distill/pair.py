@@ -13,6 +13,8 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from ..attention import choose
+from ..geometry import BLOCK_Q
 from ..wan import LOW_RANK as LOW_RANK_FILE
 from ..wan import StudentError, check_base, read_student
 from ..wan.keys import SCHEMES, Role
@@ -96,6 +98,7 @@ class WanPair:
         self._model = _place(model, device, dtype)
         if self._frozen is not None:
             self._frozen = _place(self._frozen, device, dtype)
+        check_attention(device, dtype, self.facts["model"]["attention_head_dim"])
         self.trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
 
     def student(self, x_t: Tensor, t: Tensor, condition: Batch) -> Tensor:
@@ -157,7 +160,8 @@ def add_factors(model: nn.Module, options: TrainOptions) -> None:
         and name.startswith("blocks.")
         and (options.parameters != SELF_ATTENTION or ".attn1." in name)
     ]
-    settings = LoraConfig(r=options.rank, lora_alpha=options.alpha, target_modules=names)
+    alpha: Any = options.alpha  # a float serves, whatever peft's hint says
+    settings = LoraConfig(r=options.rank, lora_alpha=alpha, target_modules=names)
     model.add_adapter(settings, ADAPTER)  # type: ignore[operator]
     given = None if options.adapter is None else read_factors(options.adapter, options)
     position = 0
@@ -228,7 +232,7 @@ def parameter_shapes(base: Path) -> dict[str, tuple[int, ...]]:
     from diffusers import WanTransformer3DModel
 
     with torch.device("meta"):
-        model = WanTransformer3DModel(**read_config(base))
+        model: Any = WanTransformer3DModel(**read_config(base))
     return {name: tuple(weight.shape) for name, weight in model.named_parameters()}
 
 
@@ -278,7 +282,12 @@ def check_fit(options: TrainOptions, data: Dataset) -> None:
         raise DistillError(f"{options.base} is a first-last-frame model, which cannot be distilled here yet.")
     if options.adapter is not None:
         _adapter(options.adapter, options.base)
-    check_samples(data, model)
+    check_data(options, data, model)
+
+
+def check_data(options: TrainOptions, data: Dataset, model: Mapping[str, Any]) -> None:
+    """DistillError unless the samples serve a run with these options and a model with these config fields."""
+    _check_samples(data, model)
     if options.micro_batch > 1 and len(data.resolutions) > 1:
         listed = ", ".join(f"{count} of {size}" for size, count in data.resolutions.items())
         raise DistillError(
@@ -292,7 +301,17 @@ def check_fit(options: TrainOptions, data: Dataset) -> None:
         )
 
 
-def check_samples(data: Dataset, model: Mapping[str, Any]) -> None:
+def check_attention(device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
+    """DistillError, with the reasons, where attention with gradients would run dense without a word."""
+    q = torch.zeros(1, 1, BLOCK_Q, head_dim, device=device, dtype=dtype, requires_grad=True)
+    choice = choose(q, q, q)
+    if choice.name == "dense":
+        raise DistillError(
+            f"Sparse attention cannot be trained here in {dtype} with a head dim of {head_dim}: {choice.why}."
+        )
+
+
+def _check_samples(data: Dataset, model: Mapping[str, Any]) -> None:
     """DistillError unless the samples are of the kind that `model`, a config's fields, takes."""
     image_channels = model["in_channels"] - model["out_channels"]
     wanted = {"latent": model["out_channels"], "text": model["text_dim"]}

@@ -42,6 +42,37 @@ FROZEN: dict[str, dict[str, Any]] = {
         "outputs": [("MODEL", "MODEL")],
         "sliders": [],
     },
+    "SpargeSaveSample": {
+        "inputs": [
+            ("model", "MODEL", None),
+            ("positive", "CONDITIONING", None),
+            ("latent", "LATENT", None),
+            ("folder", "STRING", "distillation/samples"),
+            ("caption", "STRING", ""),
+        ],
+        "outputs": [],
+        "sliders": [],
+    },
+    "SpargeDistillStudent": {
+        "inputs": [
+            ("model", "MODEL", None),
+            ("samples", "STRING", "distillation/samples"),
+            ("name", "STRING", "student"),
+            ("steps", "INT", 500),
+            ("batch", "INT", 16),
+            ("learning_rate", "FLOAT", 1e-4),
+            ("rank", "INT", 64),
+            ("top_k", "FLOAT", 0.03),
+            ("top_p", "FLOAT", 0.2),
+            ("sparsity", "FLOAT", 0.0),
+            ("held_out", "INT", 4),
+            ("save_every", "INT", 25),
+            ("checkpointing", "BOOLEAN", True),
+            ("seed", "INT", 0),
+        ],
+        "outputs": [("MODEL", "MODEL"), ("file", "STRING"), ("image", "IMAGE")],
+        "sliders": ["top_k", "top_p", "sparsity"],
+    },
 }
 
 

@@ -6,7 +6,8 @@
 
 Inputs are made on the CPU, so that next to nothing but our kernels runs instrumented, and torch's caching of
 memory is off, so that each tensor has its own allocation and reading past its end is seen. Names of kernels
-("mask", "mma", "mma-narrow", "sm90") as arguments run those alone.
+("mask", "mma", "mma-narrow", "sm90"; the last three are a forward and a backward pass) as arguments run
+those alone.
 """
 
 from __future__ import annotations
@@ -22,12 +23,17 @@ import torch
 from torch import Tensor
 
 from sparge_core import BlockMask, SparseConfig, reference
-from sparge_core.cuda import forward_mma, forward_sm90, mask_kernels
+from sparge_core.cuda import backward_mma, backward_sm90, forward_mma, forward_sm90, mask_kernels
 
 DEVICE = "cuda"
-# "mma-narrow" is the kernel of GPUs that have little shared memory.
+# "mma-narrow" are the kernels of GPUs that have little shared memory.
 FORWARDS = {"mma": forward_mma.forward, "mma-narrow": forward_mma.forward, "sm90": forward_sm90.forward}
-WIDE_CAPABILITIES = forward_mma._WIDE_CAPABILITIES
+BACKWARDS = {
+    "mma": backward_mma.backward,
+    "mma-narrow": backward_mma.backward,
+    "sm90": backward_sm90.backward,
+}
+WIDE_CAPABILITIES = {launcher: launcher._WIDE_CAPABILITIES for launcher in (forward_mma, backward_mma)}
 # (batch, heads, query tokens, key tokens): one token, ragged ends, several mask words, more mask rows than
 # a GPU has multiprocessors, and rows long enough for each of the mask's ways to select.
 SHAPES = [
@@ -40,7 +46,7 @@ SHAPES = [
 ]
 # (top_k, top_p, sparsity)
 RULES = [(0.03, 0.2, 0.0), (0.0, 0.2, 0.6), (1.0, 1.0, 0.0)]
-TOLERANCE = 5e-3
+TOLERANCE = {"out": 5e-3, "LSE": 5e-3, "dQ": 2e-2, "dK": 2e-2, "dV": 1e-2}
 
 
 def tokens(batch: int, heads: int, length: int, dim: int, dtype: torch.dtype) -> Tensor:
@@ -61,19 +67,30 @@ def check_mask(q: Tensor, k: Tensor) -> BlockMask:
     return masks[0]
 
 
-def check_forward(family: str, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> None:
+def check_attention(family: str, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> None:
     order = mask.order if mask.order is not None else torch.arange(mask.counts.numel(), dtype=torch.int32)
     scale = q.shape[-1] ** -0.5
-    forward_mma._WIDE_CAPABILITIES = set() if family == "mma-narrow" else WIDE_CAPABILITIES
-    out, lse = FORWARDS[family](
-        q, k, v, mask.bits.to(DEVICE), mask.counts.to(DEVICE), order.to(DEVICE), scale
-    )
-    wanted, wanted_lse = reference.attention(
-        q.cpu().double(), k.cpu().double(), v.cpu().double(), mask, scale=scale, return_lse=True
-    )
-    error = ((out.cpu().double() - wanted).norm() / wanted.norm()).item()
-    lse_error = (lse.cpu() - wanted_lse).abs().max().item()
-    assert max(error, lse_error) < TOLERANCE, f"{family} {tuple(q.shape)}: {error:.1e} {lse_error:.1e}"
+    for launcher, capabilities in WIDE_CAPABILITIES.items():
+        launcher._WIDE_CAPABILITIES = set() if family == "mma-narrow" else capabilities
+    blocks = mask.bits.to(DEVICE), mask.counts.to(DEVICE), order.to(DEVICE)
+    out, lse = FORWARDS[family](q, k, v, *blocks, scale)
+    d_out = torch.randn(out.shape).to(out.dtype)
+    gradients = BACKWARDS[family](d_out.to(DEVICE), q, k, v, out, lse, *blocks, scale)
+
+    exact = [x.cpu().double().requires_grad_() for x in (q, k, v)]
+    wanted, wanted_lse = reference.attention(*exact, mask, scale=scale, return_lse=True)
+    exact_gradients = torch.autograd.grad(wanted, exact, d_out.double())
+    # The softmax over one key has gradients of zero, which rounding does not hit: hence a floor.
+    floor = exact_gradients[2].norm() * 1e-1
+    errors = {
+        "out": (out.cpu().double() - wanted).norm() / wanted.norm(),
+        "LSE": (lse.cpu() - wanted_lse).abs().max(),
+    } | {
+        name: (got.cpu().double() - right).norm() / right.norm().clamp(min=floor)
+        for name, got, right in zip(("dQ", "dK", "dV"), gradients, exact_gradients, strict=True)
+    }
+    wrong = {name: f"{error.item():.1e}" for name, error in errors.items() if not error < TOLERANCE[name]}
+    assert not wrong, f"{family} {tuple(q.shape)}: {wrong}"
 
 
 def main(names: list[str]) -> None:
@@ -91,7 +108,7 @@ def main(names: list[str]) -> None:
                     mask = reference.block_mask(q.cpu(), k.cpu(), SparseConfig(*RULES[0]))
                 for family in FORWARDS:
                     if family in names:
-                        check_forward(family, q, k, v, mask)
+                        check_attention(family, q, k, v, mask)
     print(f"{', '.join(names)}: right for {len(SHAPES)} shapes, two head dims and two dtypes")
 
 

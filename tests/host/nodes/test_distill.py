@@ -210,7 +210,7 @@ def test_a_distilled_student_loads_and_has_the_velocity_that_was_trained(
 def test_training_brings_the_velocity_closer(distill: Callable[..., Any], output: Path) -> None:
     from sparge_core.distill.log import read_records
 
-    distill(steps=8, batch=2, learning_rate=3e-2, rank=16)
+    distill(steps=16, batch=2, learning_rate=4e-3, rank=16, save_every=4)
     errors = [
         r["validation"]["error"] for r in read_records(output / "distillation/runs/tiny") if "validation" in r
     ]

@@ -1,6 +1,6 @@
 """Wan's family: which of its kinds the tests run in ComfyUI, and what their self-attention does there.
 
-    python scripts/family.py
+    python scripts/host.py run scripts/family.py
 
 writes docs/models.md from these tables. The tests run every line of them, and that the file is up to date."""
 

@@ -16,7 +16,9 @@ from typing import Any
 from host import ROOT, Server, cache_folder, setup
 from workflow import DYNAMIC_COMBO, inputs_of, is_widget
 
-SOURCE = "https://huggingface.co/Comfy-Org/Wan_2.1_ComfyUI_repackaged"
+HUB = "https://huggingface.co/"
+SOURCE = f"{HUB}Comfy-Org/Wan_2.1_ComfyUI_repackaged"
+SOURCE_22 = f"{HUB}Comfy-Org/Wan_2.2_ComfyUI_Repackaged"  # of the files whose names begin with wan2.2
 FOLDERS = {
     "UNETLoader": "diffusion_models",
     "CLIPLoader": "text_encoders",
@@ -35,6 +37,8 @@ NEGATIVE = (
 
 # Wan2.1's usual sampling in ComfyUI
 SHIFT, CFG, SAMPLER, SCHEDULER = 8.0, 6.0, "uni_pc", "simple"
+# and Wan2.2's
+STEPS_22, CFG_22 = 20, 3.5
 FRAMES, FPS = 81, 16.0
 SIZES = {"480p": (832, 480), "720p": (1280, 720)}
 
@@ -82,7 +86,7 @@ class Graph:
         if kind in FOLDERS:
             folder, file = FOLDERS[kind], widgets[0]
             if not file.startswith("tiny_"):
-                url = f"{SOURCE}/resolve/main/split_files/{folder}/{file}"
+                url = f"{_source(file)}/resolve/main/split_files/{folder}/{file}"
                 node["properties"]["models"] = [{"name": file, "url": url, "directory": folder}]
         for slot, (label, produced) in enumerate(zip(info["output_name"], info["output"], strict=True)):
             node["outputs"].append({"name": label, "type": produced, "links": [], "slot_index": slot})
@@ -158,14 +162,24 @@ def _widget(kind: str, options: dict[str, Any], given: Any) -> list[Any]:
     return values
 
 
+def _source(file: str) -> str:
+    return SOURCE_22 if file.startswith("wan2.2") else SOURCE
+
+
 def _files_note(graph: Graph, column: int, files: list[tuple[str, str]], tokens: str) -> None:
-    paragraphs = (
-        f"Every file is in [Comfy-Org/Wan_2.1_ComfyUI_repackaged]({SOURCE}) on Hugging Face, in "
-        "`split_files/` and a folder of the same name as in ComfyUI:",
-        "\n".join(f"- `{name}` → `models/{folder}/`" for name, folder in files),
-        f"The video has {tokens} tokens.",
-    )
-    graph.note(column, "Models", "\n\n".join(paragraphs), lines=4 + 2 * len(files))
+    groups: dict[str, list[str]] = {}
+    for name, folder in files:
+        groups.setdefault(_source(name), []).append(f"- `{name}` → `models/{folder}/`")
+    paragraphs = []
+    for source, lines in groups.items():
+        paragraphs += [
+            f"{'Every file is' if len(groups) == 1 else 'These files are'} in "
+            f"[{source.removeprefix(HUB)}]({source}) on Hugging Face, in "
+            "`split_files/` and a folder of the same name as in ComfyUI:",
+            "\n".join(lines),
+        ]
+    paragraphs.append(f"The video has {tokens} tokens.")
+    graph.note(column, "Models", "\n\n".join(paragraphs), lines=2 + 2 * len(groups) + 2 * len(files))
 
 
 def _sparse_note(graph: Graph, column: int) -> None:
@@ -175,8 +189,10 @@ def _sparse_note(graph: Graph, column: int) -> None:
         "attention and keeps the first steps dense.",
         "For more speed set settings to *manual* and raise *sparsity*; how far it can go without a student's "
         "weights is for your eyes to say. **Sparsity Report** shows what the run did.",
+        "To use a distilled student, put **Load Distilled Student** in place of *Load Diffusion Model*, or "
+        "behind it, connected to *base*, for a diff or a low-rank file.",
     )
-    graph.note(column, "SpargeAttention2", "\n\n".join(paragraphs), lines=13)
+    graph.note(column, "SpargeAttention2", "\n\n".join(paragraphs), lines=17)
 
 
 def _tokens(width: int, height: int, frames: int) -> str:
@@ -274,6 +290,49 @@ def image_to_video(object_info: dict[str, Any], name: str, model_file: str, size
     return graph.finished()
 
 
+def two_experts(object_info: dict[str, Any], name: str, model_file: str, size: str) -> dict[str, Any]:
+    """Wan2.2 text-to-video: one model for the noisy first half of the steps, another for the second half."""
+    graph, (width, height) = Graph(object_info), SIZES[size]
+    encoder, vae_file = "umt5_xxl_fp8_e4m3fn_scaled.safetensors", "wan_2.1_vae.safetensors"
+    experts = [model_file.format(noise) for noise in ("high_noise", "low_noise")]
+    files = [*((file, "diffusion_models") for file in experts), (encoder, "text_encoders"), (vae_file, "vae")]
+    _files_note(graph, 0, files, _tokens(width, height, FRAMES))
+    _sparse_note(graph, 0)
+    models = [graph.add("UNETLoader", 1, unet_name=file)[0] for file in experts]
+    (clip,) = graph.add("CLIPLoader", 1, clip_name=encoder, type="wan")
+    (vae,) = graph.add("VAELoader", 1, vae_name=vae_file)
+    (latent,) = graph.add("EmptyHunyuanLatentVideo", 1, width=width, height=height, length=FRAMES)
+    shifted = []
+    for model, when in zip(models, ("first half", "second half"), strict=True):
+        (sparse,) = graph.add("SpargeAttention2Patch", 2, title=f"SpargeAttention2, {when}", model=model)
+        shifted += graph.add("ModelSamplingSD3", 2, model=sparse, shift=SHIFT)
+    (positive,) = graph.add("CLIPTextEncode", 2, title="Prompt", clip=clip, text=PROMPT)
+    (negative,) = graph.add("CLIPTextEncode", 2, title="Negative prompt", clip=clip, text=NEGATIVE)
+    for model, first in zip(shifted, (True, False), strict=True):
+        (latent,) = graph.add(
+            "KSamplerAdvanced",
+            3,
+            title=f"KSampler, {'first' if first else 'second'} half",
+            model=model,
+            positive=positive,
+            negative=negative,
+            latent_image=latent,
+            add_noise="enable" if first else "disable",
+            steps=STEPS_22,
+            cfg=CFG_22,
+            sampler_name="euler",
+            scheduler=SCHEDULER,
+            start_at_step=0 if first else STEPS_22 // 2,
+            end_at_step=STEPS_22 // 2 if first else STEPS_22,
+            return_with_leftover_noise="enable" if first else "disable",
+        )
+        graph.add("SpargeSparsityReport", 4, model=model, latent=latent)
+    (frames,) = graph.add("VAEDecode", 3, samples=latent, vae=vae)
+    (video,) = graph.add("CreateVideo", 3, images=frames, fps=FPS)
+    graph.add("SaveVideo", 3, video=video, filename_prefix=f"video/{name}")
+    return graph.finished()
+
+
 def tiny(object_info: dict[str, Any], name: str) -> dict[str, Any]:
     """The graph of `make demo`: seconds on a CPU, no text encoder, and the latent saved for comparison."""
     graph = Graph(object_info)
@@ -328,6 +387,9 @@ def all_workflows(object_info: dict[str, Any]) -> dict[str, str]:
         graphs[name] = image_to_video(
             object_info, name, f"wan2.1_i2v_{size}_14B_fp8_scaled.safetensors", size
         )
+    graphs["wan22_t2v_14B_480p"] = two_experts(
+        object_info, "wan22_t2v_14B_480p", "wan2.2_t2v_{}_14B_fp8_scaled.safetensors", "480p"
+    )
     graphs["wan21_tiny"] = tiny(object_info, "wan21_tiny")
     return {
         f"{name}.json": json.dumps(graph, indent=1, ensure_ascii=False) + "\n"

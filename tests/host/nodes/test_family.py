@@ -102,4 +102,4 @@ def test_every_kind_runs_dense_with_all_blocks_and_sparse(
 
 
 def test_the_docs_are_what_the_tables_say() -> None:
-    assert DOCS.read_text(encoding="utf-8") == page(), "run: python scripts/family.py"
+    assert DOCS.read_text(encoding="utf-8") == page(), "run: python scripts/host.py run scripts/family.py"

@@ -157,7 +157,7 @@ def _train(arguments: argparse.Namespace) -> None:
         )
     data = open_dataset(options.data)
     check_fit(options, data)
-    device, rank = _start_processes(options.device)
+    device, rank = start_processes(options.device)
     run = Distillation(options, WanPair(options, device), data)
     if found:
         run.resume(found[-1][1])
@@ -215,7 +215,7 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     _need_packages(False)
     data = open_dataset(options.data)
     check_fit(options, data)
-    device, _ = _start_processes(options.device)
+    device, _ = start_processes(options.device)
     run = Distillation(options, WanPair(options, device), data)
     if arguments.data:
         run.held_out = data
@@ -239,7 +239,7 @@ def _need_packages(tensorboard: bool) -> None:
         )
 
 
-def _start_processes(device: str) -> tuple[torch.device, int]:
+def start_processes(device: str) -> tuple[torch.device, int]:
     """This process's device and rank; joins the others where torchrun started several."""
     cuda = torch.cuda.is_available()
     if device == "cuda" and not cuda:

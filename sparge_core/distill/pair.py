@@ -70,7 +70,8 @@ class WanPair:
     """Diffusers' WanTransformer3DModel as student and teacher.
 
     Low-rank: one model; the teacher is it with the factors off and dense attention. Full: the teacher is a
-    frozen copy in the computing dtype. More than one process: FSDP2 shards both.
+    frozen copy in the computing dtype. In a process group FSDP2 shards both.
+    attention: switches the student's self-attention between sparse and dense.
     """
 
     def __init__(self, options: TrainOptions, device: torch.device) -> None:
@@ -92,7 +93,7 @@ class WanPair:
         else:
             add_factors(model, options)
             self._frozen = None
-        self._attention = SparseSelfAttention(model, options.config)
+        self.attention = SparseSelfAttention(model, options.config)
         if options.checkpointing:
             model.enable_gradient_checkpointing()  # type: ignore[operator]
         self._model = _place(model, device, dtype)
@@ -108,7 +109,7 @@ class WanPair:
     def teacher(self, x_t: Tensor, t: Tensor, condition: Batch) -> Tensor:
         if self._frozen is not None:
             return self._velocity(self._frozen, x_t, t, condition)
-        with self._attention.dense(), self._without_factors():
+        with self.attention.dense(), self._without_factors():
             return self._velocity(self._model, x_t, t, condition)
 
     def _velocity(self, model: nn.Module, x_t: Tensor, t: Tensor, condition: Batch) -> Tensor:

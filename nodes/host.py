@@ -289,10 +289,12 @@ def _make_override(attention: SparseAttention, layer: Layer) -> Callable[..., Te
     ) -> Tensor:
         if not torch.compiler.is_compiling():
             return eager(func, q, k, v, heads, *args, **kwargs)
+        ours = kwargs["transformer_options"]
+        given = ours[HOST_OPTIONS]
+        plain = not args and kwargs.keys() <= PLAIN and q.shape == k.shape == v.shape
         differentiated = q.requires_grad or k.requires_grad or v.requires_grad
-        if not args and kwargs.keys() <= PLAIN and q.shape == k.shape == v.shape and not differentiated:
-            ours = kwargs["transformer_options"]
-            given = ours[HOST_OPTIONS]
+        # Another node's override may read options that only this call has, so it breaks the graph.
+        if plain and not differentiated and OVERRIDE not in given:
             ours.clear()
             ours.update(given)
             return traced.attend(q, k, v, heads, number)

@@ -134,6 +134,16 @@ class Driver:
         finally:
             self._library.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
 
+    def allocate_zeroed_word(self, stream: int) -> int:
+        """Address of four bytes in the current context, zero for what follows on the stream; never freed."""
+        pointer = ctypes.c_uint64()
+        self._check(
+            self._library.cuMemAlloc_v2(ctypes.byref(pointer), ctypes.c_size_t(4)), "allocating memory"
+        )
+        code = self._library.cuMemsetD32Async(pointer, 0, ctypes.c_size_t(1), ctypes.c_void_p(stream))
+        self._check(code, "zeroing memory")
+        return pointer.value
+
     def load_library(self, binary: bytes) -> int:
         """Loads a cubin, or PTX for the driver to compile; raises `InvalidBinary` if it is refused."""
         library = ctypes.c_void_p()

@@ -76,6 +76,10 @@ def device(index: int) -> Device:
     )
 
 
+def _context(index: int) -> int:
+    return device(index).context
+
+
 def stream(index: int) -> int:
     """torch's current stream of the device, as a raw handle."""
     handle: int = torch._C._cuda_getCurrentRawStream(index)
@@ -203,20 +207,33 @@ class Kernel:
         self._shared_limit = size
 
 
-_counters: dict[tuple[torch.device, int], Tensor] = {}
+@dataclass(frozen=True)
+class _Word:
+    """Four bytes on a GPU, for the life of the process."""
+
+    address: int
+
+    def data_ptr(self) -> int:
+        return self.address
 
 
-def counter(device: torch.device, stream: int) -> Tensor:
+_counters: dict[tuple[torch.device, int], _Word] = {}
+
+
+def counter(device: torch.device, stream: int) -> Tensor | _Word:
     """An int32 that is zero, for a kernel on torch's current `stream` of the device to count with.
 
-    The kernel must leave it at zero: the next launch on the stream gets the same one. A launch that a CUDA
-    graph records gets its own, because the graph may be replayed on any stream.
+    The kernel must leave it at zero: the next launch on the stream gets the same one. It is none of torch's
+    memory, because the call may be one of those after which torch takes back all that it handed out. A launch
+    that a CUDA graph records gets its own, because the graph may be replayed on any stream.
     """
     if torch.cuda.is_current_stream_capturing():
         return torch.zeros(1, dtype=torch.int32, device=device)
     found = _counters.get((device, stream))
     if found is None:
-        found = _counters.setdefault((device, stream), torch.zeros(1, dtype=torch.int32, device=device))
+        api = driver.get()
+        with api.current_context(_context(device.index)):
+            found = _counters.setdefault((device, stream), _Word(api.allocate_zeroed_word(stream)))
     return found
 
 

@@ -97,30 +97,28 @@ def attention(
     """The operators `block_mask` and `forward` in one, to the same bits, where nobody needs mask or LSE.
 
     It is none itself: not to be traced, not differentiable. It saves the host the dispatch of two operators
-    and all but two allocations.
+    and half of the allocations.
     """
     _check_tensors(q, k, v)
     _check_scale(scale)
+    q_given = q
     batch, heads, q_len, head_dim = q.shape
     sizes = mask_kernels.layout(batch, heads, q_len, k.shape[2], head_dim, top_k, sparsity)
-    out = torch.empty_like(q)
-    lse_bytes, bits_bytes, counts_bytes = (
-        batch * heads * q_len * 4,
-        sizes.rows * sizes.words * 4,
-        sizes.rows * 4,
-    )
-    scratch = q.new_empty(sizes.scratch_bytes + lse_bytes + bits_bytes + 2 * counts_bytes, dtype=torch.uint8)
-    base = scratch.data_ptr()
-    lse = base + sizes.scratch_bytes
-    bits = lse + lse_bytes
-    counts = bits + bits_bytes
-    order = counts + counts_bytes
+    parts = launch.Parts()
+    lse, bits = parts.add(batch * heads * q_len * 4), parts.add(sizes.rows * sizes.words * 4)
+    counts, order = parts.add(sizes.rows * 4), parts.add(sizes.rows * 4)
+    kept = q.new_empty((parts.size,), dtype=torch.uint8)
+    base = kept.data_ptr()
     q, k, v = launch.aligned(q), launch.aligned(k), launch.aligned(v)
+    scratch = q.new_empty((sizes.scratch_bytes,), dtype=torch.uint8)
     mask_kernels.enqueue(
-        q, k, sizes, top_p, sparsity, scale, bits=bits, counts=counts, order=order, scratch=base
-    )
+        q, k, sizes, top_p, sparsity, scale,
+        bits=base + bits, counts=base + counts, order=base + order, scratch=scratch.data_ptr(),
+    )  # fmt: skip
+    del scratch  # before the output is allocated, which may lie in its place
+    out = torch.empty_like(q_given)
     _FORWARD[_family(q.device.index)].enqueue(
-        out, q, k, v, scale, lse=lse, bits=bits, counts=counts, order=order
+        out, q, k, v, scale, lse=base + lse, bits=base + bits, counts=base + counts, order=base + order
     )
     return out
 

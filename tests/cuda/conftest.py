@@ -125,6 +125,14 @@ class FakeLibrary:
             )
         return code
 
+    def cuMemAlloc_v2(self, pointer: Any, size: Any) -> int:
+        pointer._obj.value = 0x7F00_0000_0000 + 512 * len(self.named("cuMemsetD32Async"))
+        return 0 if self.current_context is not None else 201
+
+    def cuMemsetD32Async(self, pointer: Any, value: int, count: Any, stream: Any) -> int:
+        self.calls.append(("cuMemsetD32Async", (pointer.value, value, count.value, stream.value)))
+        return 0
+
     def cuTensorMapEncodeTiled(self, target: Any, kind: int, rank: int, pointer: Any, *rest: Any) -> int:
         if self.current_context is None:
             return 201  # CUDA_ERROR_INVALID_CONTEXT

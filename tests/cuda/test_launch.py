@@ -95,20 +95,20 @@ def test_more_shared_memory_than_the_gpu_has_is_refused_before_the_driver(
     assert library.launches == []
 
 
-def test_a_counter_is_made_once_for_a_stream() -> None:
-    cpu = torch.device("cpu")
-    first = launch.counter(cpu, 98)
-    assert first.tolist() == [0]
-    assert launch.counter(cpu, 98) is first
-    assert launch.counter(cpu, 99) is not first
+def test_a_counter_is_made_once_for_a_stream_and_zeroed_on_it(library: Any) -> None:
+    gpu = torch.device("cuda", 0)
+    first = launch.counter(gpu, 98)
+    assert launch.counter(gpu, 98) is first
+    assert library.named("cuMemsetD32Async") == [(first.data_ptr(), 0, 1, 98)]
+    assert launch.counter(gpu, 99).data_ptr() != first.data_ptr()
 
 
-def test_a_recorded_launch_has_a_counter_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recorded_launch_has_a_counter_of_its_own(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs recorded on one stream may be replayed on two."""
-    cpu = torch.device("cpu")
-    launch.counter(cpu, 98)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert launch.counter(cpu, 98) is not launch.counter(cpu, 98)
+    first, second = (launch.counter(torch.device("cpu"), 98) for _ in range(2))
+    assert first.data_ptr() != second.data_ptr()
+    assert launch._counters == {}
 
 
 def test_kernels_that_the_driver_refuses_are_replaced_by_compiled_ones(

@@ -72,6 +72,12 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def random_dit(kind: str, *, heads: int = 2, layers: int = 2, seed: int = 0) -> dict[str, Tensor]:
     """A diffusion transformer's weights in ComfyUI's key scheme, fp16; needs `use_comfy` before it."""
+    model = empty_dit(kind, heads=heads, layers=layers)
+    return {key: weight.half() for key, weight in _random_weights(model, seed).items()}
+
+
+def empty_dit(kind: str, *, heads: int = 2, layers: int = 2, device: str = "cpu") -> nn.Module:
+    """ComfyUI's diffusion transformer of a kind, fp32, with whatever is in memory as its weights."""
     import comfy.ops
 
     if kind not in ARCHITECTURES:
@@ -90,10 +96,10 @@ def random_dit(kind: str, *, heads: int = 2, layers: int = 2, seed: int = 0) -> 
         "cross_attn_norm": True,
         "operations": comfy.ops.disable_weight_init,
         "dtype": torch.float32,
-        "device": "cpu",
+        "device": device,
     }
     model: nn.Module = getattr(importlib.import_module(module), name)(**common | arguments)
-    return {key: weight.half() for key, weight in _random_weights(model, seed).items()}
+    return model
 
 
 def random_vae(seed: int = 0) -> dict[str, Tensor]:

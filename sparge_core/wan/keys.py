@@ -136,7 +136,7 @@ ADDED = re.compile(
 
 IN_DIM_T2V = 16  # latent channels of Wan2.1
 OUT_5B = 2 * 2 * 48  # values a patch: the 5B model alone works in the 48 channels of Wan2.2's own VAE
-IN_DIMS = {IN_DIM_T2V: "T2V", 36: "I2V", 48: "Fun control"}
+IN_DIMS = {IN_DIM_T2V: "T2V", 36: "I2V", 48: "Fun control", 52: "Fun control"}  # 52: that of Wan2.2
 
 
 def model_type(targets: Collection[str], in_dim: int | None, out: int | None) -> str | None:

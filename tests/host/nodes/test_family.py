@@ -93,6 +93,9 @@ def test_every_kind_runs_dense_with_all_blocks_and_sparse(
     assert did["notes"] == []
     assert did["sparsity"] > 0.1
     assert all(share is not None for row in did["sparsity_map"] for share in row)
+    modules = [name for name, _ in model.model.diffusion_model.named_modules()]
+    in_blocks = [name for name in modules if name.endswith(".self_attn") and "blocks." in name]
+    assert sorted(f"{layer}.self_attn" for layer in did["layers"]) == sorted(in_blocks)
     if member.dense is None:
         assert did["dense_calls"] == {}
         assert did["sparse_calls"] == len(did["layers"]) * STEPS

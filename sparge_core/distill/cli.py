@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import MISSING, fields
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -63,11 +64,20 @@ def _parser() -> argparse.ArgumentParser:
 
     prepare = commands.add_parser(
         "prepare",
-        help="check a folder of samples and write its manifest anew",
-        description="Checks every sample in DATA and writes manifest.json anew, after samples were added or "
-        "taken out by hand.",
+        help="make samples of videos, or check a folder of samples",
+        description="With --videos: makes a sample of every video that has a caption beside it (clip.mp4, "
+        "clip.txt) and adds it to DATA. Always: checks every sample in DATA and writes manifest.json anew, as "
+        "is needed after samples were added or taken out by hand.",
     )
     prepare.add_argument("data", type=Path, metavar="DATA", help="folder of .safetensors samples")
+    prepare.add_argument("--videos", type=Path, metavar="PATH", help="folder of videos and captions")
+    prepare.add_argument(
+        "--model", type=Path, metavar="PATH", help="folder of the whole pipeline, for --videos"
+    )
+    prepare.add_argument("--frames", type=int, default=81, metavar="N", help="4 n + 1, 16 a second [81]")
+    prepare.add_argument("--height", type=int, default=480, metavar="N", help="of a frame [480]")
+    prepare.add_argument("--width", type=int, default=832, metavar="N", help="of a frame [832]")
+    prepare.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
     prepare.set_defaults(run=_prepare)
 
     train = commands.add_parser(
@@ -140,15 +150,36 @@ def _add_flag(parser: argparse.ArgumentParser, name: str, default: Any, limits: 
 
 
 def _prepare(arguments: argparse.Namespace) -> None:
+    if arguments.videos is not None:
+        _encode(arguments)
     data = index_folder(arguments.data)
     sizes = ", ".join(f"{count} of {size}" for size, count in data.resolutions.items())
     print(f"{data.folder}: {len(data)} samples, latents {sizes}.")
 
 
+def _encode(arguments: argparse.Namespace) -> None:
+    if arguments.model is None:
+        raise DistillError("--videos needs --model, the folder of a whole Wan pipeline in diffusers' format.")
+    need_packages("diffusers", "transformers", "av")
+    from .encode import encode_folder
+
+    done = encode_folder(
+        arguments.videos,
+        arguments.model,
+        arguments.data,
+        frames=arguments.frames,
+        height=arguments.height,
+        width=arguments.width,
+        device=_device(arguments.device),
+    )
+    for file, problem in done:
+        print(f"{file.name}: {'left out, ' + problem if problem else 'done'}.", flush=True)
+
+
 def _train(arguments: argparse.Namespace) -> None:
     given = {name: value for name, value in vars(arguments).items() if name in HINTS}
     options = options_from({**(read_toml(arguments.config) if arguments.config else {}), **given})
-    _need_packages(options.tensorboard)
+    need_packages(*PACKAGES, *(["tensorboard"] if options.tensorboard else []))
     found = checkpoint.checkpoints(options.out)
     if found and not arguments.resume:
         raise DistillError(
@@ -170,7 +201,7 @@ def _train(arguments: argparse.Namespace) -> None:
 
 
 def _train_and_log(run: Distillation, resolutions: dict[str, int]) -> None:
-    from tqdm import tqdm  # type: ignore[import-untyped,unused-ignore]
+    from tqdm import tqdm
 
     options = run.options
     if len(resolutions) > 1:
@@ -212,7 +243,7 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     if arguments.data:
         values["data"] = arguments.data
     options = options_from(values)
-    _need_packages(False)
+    need_packages(*PACKAGES)
     data = open_dataset(options.data)
     check_fit(options, data)
     device, _ = start_processes(options.device)
@@ -226,12 +257,9 @@ def _evaluate(arguments: argparse.Namespace) -> None:
         print(json.dumps(result))
 
 
-def _need_packages(tensorboard: bool) -> None:
+def need_packages(*names: str) -> None:
     """DistillError that names what is not installed."""
-    from importlib.util import find_spec
-
-    wanted = [*PACKAGES, *(["tensorboard"] if tensorboard else [])]
-    missing = [name for name in wanted if find_spec(name) is None]
+    missing = [name for name in names if find_spec(name) is None]
     if missing:
         raise DistillError(
             f"{', '.join(missing)} cannot be imported; in the pack's folder run: "
@@ -241,11 +269,8 @@ def _need_packages(tensorboard: bool) -> None:
 
 def start_processes(device: str) -> tuple[torch.device, int]:
     """This process's device and rank; joins the others where torchrun started several."""
-    cuda = torch.cuda.is_available()
-    if device == "cuda" and not cuda:
-        raise DistillError("device is cuda, and torch sees no GPU; set it to auto or cpu.")
-    kind = "cuda" if cuda and device != "cpu" else "cpu"
-    place, backend = torch.device(kind), "gloo"
+    place, backend = _device(device), "gloo"
+    kind = place.type
     if kind == "cuda":
         place, backend = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0"))), "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(place)
@@ -255,3 +280,10 @@ def start_processes(device: str) -> tuple[torch.device, int]:
     if kind == "cuda" and dist.is_nccl_available():  # which it is not on Windows; one process can do without
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     return place, 0
+
+
+def _device(wanted: str) -> torch.device:
+    cuda = torch.cuda.is_available()
+    if wanted == "cuda" and not cuda:
+        raise DistillError("device is cuda, and torch sees no GPU; set it to auto or cpu.")
+    return torch.device("cuda" if cuda and wanted != "cpu" else "cpu")

@@ -71,8 +71,11 @@ class _Processor:
         attention_mask: Tensor | None = None,
         rotary_emb: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """hidden_states (B, L, H * D) to the same shape; rotary_emb: cosines and sines, each (1, L, 1, D)."""
-        if not self.shared.active or encoder_hidden_states is not None or attention_mask is not None:
+        """hidden_states (B, L, H * D) to the same shape; rotary_emb: cosines and sines, each (1, L, 1, D).
+
+        The other two are None in self-attention; diffusers passes them all the same.
+        """
+        if not self.shared.active:
             return self.own(attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb)
         v = attn.to_v(hidden_states).unflatten(-1, (attn.heads, -1))
         q, k = (

@@ -219,6 +219,38 @@ def test_low_rank_files_of_every_spelling_change_the_weights_as_they_should(
     assert not torch.allclose(student, before, atol=1e-2)
 
 
+@pytest.mark.parametrize("marks", ["scaled_fp8", "comfy_quant"])
+def test_a_low_rank_file_and_a_diff_change_a_quantised_base(
+    marks: str,
+    file: Callable[..., str],
+    load_student: Loader,
+    load: Loader,
+    sample: Sample,
+    comfy: ModuleType,
+) -> None:
+    """As most people have the 14B model. What is added is rounded to fp8 again, so it is not exact."""
+    import comfy.sd
+
+    plain = makers.random_dit("t2v", heads=HEADS, layers=LAYERS)
+    pairs = random_tensors(low_rank(LINEAR, ".lora_up.weight", ".lora_down.weight", 4), torch.float32)
+    change = {}
+    for name in LINEAR:
+        pairs[f"{name}.lora_up.weight"] /= 16
+        change[f"{name}.weight"] = pairs[f"{name}.lora_up.weight"] @ pairs[f"{name}.lora_down.weight"]
+    for block in range(LAYERS):  # a parameter that is not quantised
+        change[f"blocks.{block}.modulation"] = torch.full((1, 6, DIM), 0.5)
+        pairs[f"blocks.{block}.modulation.diff"] = change[f"blocks.{block}.modulation"]
+    changed = {key: plain[key].float() + change.get(key, 0) for key in plain}
+
+    base = comfy.sd.load_diffusion_model_state_dict(scaled_fp8(plain, marks))
+    before = sample(base, **BRIEF)
+    student = sample(load_student(file(pairs, folder="loras"), base), **BRIEF)
+    expected = sample(load("t2v", changed), **BRIEF)
+    moved, off = (expected - before).abs().mean(), (expected - student).abs().mean()
+    assert off < 0.25 * moved
+    assert torch.equal(sample(base, **BRIEF), before)
+
+
 # ----------------------------------------------------------------------------------------------------------
 # Settings and warnings
 

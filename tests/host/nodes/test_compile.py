@@ -93,3 +93,30 @@ def test_an_override_comes_and_goes_after_a_compile(
         torch.testing.assert_close(sample(with_spy if expected else patched), truth, rtol=1e-4, atol=1e-4)
         assert calls == expected
         assert account(patched)["sparse_calls"] == (LAYERS - 1) * STEPS
+
+
+@pytest.mark.slow
+def test_what_a_patch_of_attention_leaves_arrives_behind_a_compiled_layer(
+    model: Model, patch: Patch, sample: Sample
+) -> None:
+    left: list[Tensor] = []
+
+    def leave(given: dict[str, Any]) -> Tensor:
+        given["transformer_options"]["left"] = given["q"].mean((2, 3))
+        return given["x"]
+
+    @torch.compiler.disable
+    def take(given: dict[str, Any]) -> Tensor:
+        left.append(given["transformer_options"].pop("left"))
+        return given["x"]
+
+    other = model.clone()
+    other.set_model_patch(leave, "attn1_patch")
+    other.set_model_patch(take, "attn2_patch")
+    sample(patch(other), cfg=1.0)
+    truth = list(left)
+    assert len(truth) == LAYERS * STEPS
+    for compiled in (compile_model(patch(other)), patch(compile_model(other))):
+        left.clear()
+        sample(compiled, cfg=1.0)
+        torch.testing.assert_close(left, truth, rtol=1e-3, atol=1e-3)

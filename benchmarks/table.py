@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from .cases import SHAPES
-from .results import ATTENTION, FOLDER, START, WAN_STEP, read
+from .results import ATTENTION, FOLDER, GRADIENTS, START, WAN_STEP, read
 
 README = Path(__file__).resolve().parent.parent / "README.md"
 BEGIN, END = "<!-- speed:begin -->", "<!-- speed:end -->"
@@ -20,6 +20,7 @@ BEGIN, END = "<!-- speed:begin -->", "<!-- speed:end -->"
 DENSE = {"sdpa-flash": "SDPA flash", "sdpa-cudnn": "SDPA cuDNN", "fa4": "flash-attn-4"}
 BASELINE = "sdpa-cudnn"  # the fastest that torch brings
 HEADLINE = 0.95
+GRADIENT_PARTS = ("total", "backward", "fwd+bwd")
 PEERS = {
     "ours": "**SpargeAttention2** 128×64",
     "ours-portable": "**SpargeAttention2**, portable kernel, 128×64",
@@ -104,6 +105,26 @@ def step_text(data: Mapping[str, Any]) -> str:
     )
 
 
+def gradients_text(data: Mapping[str, Any]) -> str:
+    """Forward and backward of one layer, dense and sparse."""
+    rows = [row for row in data["rows"] if row["status"] == "ok" and row["pattern"] == "uniform"]
+    names = {**DENSE, "ours": PEERS["ours"], "ours-portable": PEERS["ours-portable"]}
+    lines = []
+    for shape in _shapes(rows):
+        for method, name in names.items():
+            of_method = [_find(rows, shape=shape, method=method, part=part) for part in GRADIENT_PARTS]
+            if of_method[1] is None:
+                continue
+            sparsity = of_method[1]["sparsity"]
+            kind = f"{name}, {sparsity:.0%} sparse" if sparsity else name
+            lines.append([shape, kind, *map(_milliseconds, of_method)])
+    head = ["one layer's self-attention", "", "forward", "backward", "forward + backward"]
+    return (
+        "Training, mask included, in milliseconds "
+        f"(commit {data['machine']['commit']}, {data['machine']['date']}):\n\n{_markdown(head, lines)}"
+    )
+
+
 def start_text(data: Mapping[str, Any]) -> str:
     """The first call of a process."""
     seconds = {row["cache"]: row["start_s"] for row in data["rows"]}
@@ -116,7 +137,7 @@ def start_text(data: Mapping[str, Any]) -> str:
 
 def speed_text(folder: Path = FOLDER) -> str:
     """All tables of the results in `folder`; empty where there are none."""
-    makers = {ATTENTION: attention_text, WAN_STEP: step_text, START: start_text}
+    makers = {ATTENTION: attention_text, GRADIENTS: gradients_text, WAN_STEP: step_text, START: start_text}
     return "\n\n".join(
         make(read(folder / name)) for name, make in makers.items() if (folder / name).is_file()
     )

@@ -242,7 +242,8 @@ def run(
             sparse = method == "ours"
             with torch.no_grad(), patched(network, config, device) if sparse else nullcontext() as sampling:
                 step = make_step(callee, model, device)
-                timings[method] = measure(step, model, steps, device, mode == "compiled")
+                timing = timings[method] = measure(step, model, steps, device, mode == "compiled")
+            print(f"  step {timing.step:.1f} ms, self-attention {timing.attention:.1f} ms", flush=True)
             if sampling is not None:
                 achieved = sampling.summary["sparsity"]
         for method, timing in timings.items():

@@ -66,14 +66,12 @@ def _parser() -> argparse.ArgumentParser:
         "prepare",
         help="make samples of videos, or check a folder of samples",
         description="With --videos: makes a sample of every video that has a caption beside it (clip.mp4, "
-        "clip.txt) and adds it to DATA. Always: checks every sample in DATA and writes manifest.json anew, as "
-        "is needed after samples were added or taken out by hand.",
+        "clip.txt) and adds it to DATA. Always: checks every sample in DATA and writes manifest.json anew, "
+        "as is needed after samples were added or taken out by hand.",
     )
     prepare.add_argument("data", type=Path, metavar="DATA", help="folder of .safetensors samples")
     prepare.add_argument("--videos", type=Path, metavar="PATH", help="folder of videos and captions")
-    prepare.add_argument(
-        "--model", type=Path, metavar="PATH", help="folder of the whole pipeline, for --videos"
-    )
+    prepare.add_argument("--model", type=Path, metavar="PATH", help="folder of a whole Wan pipeline")
     prepare.add_argument("--frames", type=int, default=81, metavar="N", help="4 n + 1, 16 a second [81]")
     prepare.add_argument("--height", type=int, default=480, metavar="N", help="of a frame [480]")
     prepare.add_argument("--width", type=int, default=832, metavar="N", help="of a frame [832]")

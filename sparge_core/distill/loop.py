@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import DistillError, checkpoint
-from .data import Dataset
+from .data import Dataset, Sample
 from .flow import DIFFUSION, HELD_OUT, noise_like, noised, squared_error
 from .options import FREE_ON_RESUME, TrainOptions
 from .pair import Batch, Pair
@@ -54,6 +55,8 @@ class Distillation:
             betas=(options.beta1, options.beta2),
             weight_decay=options.weight_decay,
         )
+        self._reader = ThreadPoolExecutor(1, "samples")
+        self._ahead: dict[range, Future[tuple[list[Sample], Tensor, Tensor]]] = {}
         self._average = [weight.detach().clone() for weight in self._weights] if options.ema else []
 
     # ------------------------------------------------------------------------------------------------------
@@ -85,9 +88,12 @@ class Distillation:
         share = options.batch // self._world
         first = self.step * options.batch + self._rank * share
         total = torch.zeros((), device=self.pair.device)
-        for position in range(first, first + share, options.micro_batch):
-            positions = range(position, position + options.micro_batch)
-            loss = self._loss(positions) * (options.micro_batch / share)
+        chunks = [
+            range(at, at + options.micro_batch) for at in range(first, first + share, options.micro_batch)
+        ]
+        later = range(first + options.batch, first + options.batch + options.micro_batch)
+        for positions, following in zip(chunks, [*chunks[1:], later], strict=True):
+            loss = self._loss(*self._inputs(positions, following)) * (options.micro_batch / share)
             loss.backward()
             total += loss.detach()
         loss_value = self._mean(total)
@@ -100,15 +106,25 @@ class Distillation:
         seconds = time.perf_counter() - started
         return {"step": self.step, "loss": loss_value, "norm": norm_value, "rate": rate, "seconds": seconds}
 
-    def _loss(self, positions: range) -> Tensor:
-        """Mean loss of the samples at these positions of the run."""
-        seed, device = self.options.seed, self.pair.device
+    def _inputs(self, positions: range, following: range) -> tuple[Batch, Tensor, Tensor]:
+        """Samples, noise and t at these positions of the run; those that follow are read meanwhile."""
+        ready = self._ahead.pop(positions, None) or self._reader.submit(self._read, positions)
+        self._ahead = {following: self._reader.submit(self._read, following)}
+        samples, noise, t = ready.result()
+        device = self.pair.device
+        return Batch(samples, device), noise.to(device), t.to(device)
+
+    def _read(self, positions: range) -> tuple[list[Sample], Tensor, Tensor]:
+        seed = self.options.seed
         samples = [self.data.read(self.data.at(position, seed)) for position in positions]
-        noise = torch.stack(
-            [noise_like(s.latent, seed, position) for s, position in zip(samples, positions, strict=True)]
-        )
+        noises = [
+            noise_like(s.latent, seed, position) for s, position in zip(samples, positions, strict=True)
+        ]
         t = torch.tensor([self.options.draws.draw(seed, position) for position in positions])
-        batch, noise, t = Batch(samples, device), noise.to(device), t.to(device)
+        return samples, torch.stack(noises), t
+
+    def _loss(self, batch: Batch, noise: Tensor, t: Tensor) -> Tensor:
+        """Mean loss of the samples."""
         x_t = noised(batch.latent, noise, t)
         target = noise - batch.latent if self.options.loss == DIFFUSION else self.pair.teacher(x_t, t, batch)
         return squared_error(self.pair.student(x_t, t, batch), target)

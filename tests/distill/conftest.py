@@ -80,7 +80,7 @@ def values(base: Path, samples: Path, tmp_path: Path) -> dict[str, Any]:
         "out": tmp_path / "run",
         "student": "low_rank",
         "rank": 4,
-        "alpha": 4.0,
+        "alpha": 8.0,
         "sparsity": 0.5,
         "top_k": 0.0,
         "steps": 4,

@@ -368,6 +368,7 @@ def test_only_the_latest_checkpoints_are_kept(train: Train, values: dict[str, An
 def test_a_log_that_a_kill_cut_short_is_gone_on_with(train: Train, values: dict[str, Any]) -> None:
     assert train({**values, "steps": 2, "validate_every": 9})[0] == 0
     log = values["out"] / "log.jsonl"
-    log.write_text(log.read_text(encoding="utf-8") + '{"step": 3, "lo', encoding="utf-8")
+    lost = '{"step": 3, "loss": 9.0}\n{"step": 4, "lo'  # made after the checkpoint that is gone on from
+    log.write_text(log.read_text(encoding="utf-8") + lost, encoding="utf-8")
     assert train({**values, "validate_every": 9}, "--resume")[0] == 0
     assert [record["step"] for record in read_records(values["out"])] == [0, 1, 2, 3, 4]

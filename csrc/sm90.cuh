@@ -88,10 +88,6 @@ DEVICE void tma_store_wait_read() { asm volatile("cp.async.bulk.wait_group.read 
 // Orders this thread's ordinary shared-memory writes before later accesses by TMA or wgmma.
 DEVICE void async_proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-DEVICE void prefetch_tensor_map(const TensorMap* map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-}
-
 // ---- shared-memory tiles -----------------------------------------------------------------------------------------------
 //
 // A tile of R tokens is kept as slabs of 64 channels: slab s holds R rows of 128 bytes, swizzled in 16-byte chunks (chunk c

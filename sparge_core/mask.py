@@ -25,7 +25,8 @@ class BlockMask:
     """Which key blocks each query block attends to.
 
     bits: int32 (B, H, n_q, ceil(n_k / 32)); key block j is bit j % 32 of word j // 32; unused bits are 0.
-    counts: int32 (B, H, n_q), kept key blocks of each row.
+    counts: int32 (B, H, n_q), kept key blocks of each row: as many as it has bits set. The kernels rely on
+        it, so take masks from `block_mask` or `from_dense` rather than setting bits by hand.
     q_len, k_len: tokens of the queries and keys, from which the block counts and the ragged ends follow.
     order: int32 (B * H * n_q,) or None; row ids (b * H + h) * n_q + i in the order a kernel takes them.
     """

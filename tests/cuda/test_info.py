@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -91,3 +93,12 @@ def test_the_cache_is_named_with_the_way_to_move_it(
 ) -> None:
     list(cache.binaries("mask", modules.VARIANTS[0], (9, 0)))
     assert lines("cache") == [f"{cache_folder} (1 compiled kernels; SPARGE_CACHE_DIR moves it)"]
+
+
+def test_a_python_that_ignores_the_current_folder_can_ask_too(tmp_path: Path) -> None:
+    """As the one of ComfyUI's portable build for Windows."""
+    script = Path(__file__).resolve().parents[2] / "scripts" / "info.py"
+    done = subprocess.run(
+        [sys.executable, "-I", script], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith("torch ")

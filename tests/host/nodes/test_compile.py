@@ -120,3 +120,26 @@ def test_what_a_patch_of_attention_leaves_arrives_behind_a_compiled_layer(
         left.clear()
         sample(compiled, cfg=1.0)
         torch.testing.assert_close(left, truth, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.slow
+def test_blocks_that_a_node_compiled_and_put_in_their_places_are_patched_in_any_order(
+    model: Model, patch: Patch, sample: Sample, account: Account
+) -> None:
+    """As some nodes do it: each block is an object patch, whose name ours begin with."""
+
+    def compile_blocks(model: Model) -> Model:
+        clone = model.clone()
+        for block in range(LAYERS):
+            key = f"diffusion_model.blocks.{block}"
+            clone.add_object_patch(key, torch.compile(clone.get_model_object(key), backend="eager"))
+        return clone
+
+    settings = {"end_percent": 0.5, "dense_layers": "0"}
+    plain, patched = sample(model), patch(model, **settings)
+    truth = sample(patched)
+    facts = {fact: account(patched)[fact] for fact in FACTS}
+    for result in (patch(compile_blocks(model), **settings), compile_blocks(patch(model, **settings))):
+        torch.testing.assert_close(sample(result), truth, rtol=1e-4, atol=1e-4)
+        assert {fact: account(result)[fact] for fact in FACTS} == facts
+        assert torch.equal(sample(model), plain)

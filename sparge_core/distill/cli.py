@@ -82,8 +82,8 @@ def _parser() -> argparse.ArgumentParser:
         "train",
         help="distil a student",
         description="Distils a student. Options stand in a TOML file, under the names below with _ for -, or "
-        "are flags, which win. The same options and samples give the same result: resumed or not, bit for "
-        "bit; on any number of GPUs, up to rounding.",
+        "are flags, which win. The same options and samples give the same result, resumed or not, on any number "
+        "of GPUs, up to rounding; and to the same bits on a CPU, or with --deterministic on the same GPUs.",
     )
     train.add_argument("--config", type=Path, metavar="TOML", help="file of options")
     train.add_argument("--resume", action="store_true", help="go on from the latest checkpoint in --out")
@@ -186,6 +186,8 @@ def _train(arguments: argparse.Namespace) -> None:
         )
     data = open_dataset(options.data)
     check_fit(options, data)
+    if options.deterministic:
+        _be_deterministic()
     device, rank = start_processes(options.device)
     run = Distillation(options, WanPair(options, device), data)
     if found:
@@ -278,6 +280,15 @@ def start_processes(device: str) -> tuple[torch.device, int]:
     if kind == "cuda" and dist.is_nccl_available():  # which it is not on Windows; one process can do without
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     return place, 0
+
+
+def _be_deterministic() -> None:
+    """Before anything runs on a GPU: cuBLAS reads its variable when it starts."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = (
+        False  # which only costs time where nothing reads it
+    )
 
 
 def _device(wanted: str) -> torch.device:

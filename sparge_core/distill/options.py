@@ -116,6 +116,10 @@ class TrainOptions:
     device: str = field(
         default="auto", metadata=_about("auto: the GPU where there is one", choices=("auto", "cuda", "cpu"))
     )
+    deterministic: bool = field(
+        default=False,
+        metadata=_about("on a GPU: only algorithms of torch that give the same bits every time; slower"),
+    )
     seed: int = field(default=0, metadata=_about("of samples, noise, timesteps and initial factors", low=0))
 
     held_out: int = field(default=4, metadata=_about("samples kept for validation; 0: none", low=0))
@@ -177,7 +181,18 @@ class TrainOptions:
 REQUIRED = ("base", "data", "out")
 # What may change when a run is resumed: it decides where and how long a run goes, not what it computes.
 FREE_ON_RESUME = {
-    *("base", "teacher", "adapter", "data", "out", "steps", "micro_batch", "checkpointing", "device"),
+    *(
+        "base",
+        "teacher",
+        "adapter",
+        "data",
+        "out",
+        "steps",
+        "micro_batch",
+        "checkpointing",
+        "device",
+        "deterministic",
+    ),
     *("validate_every", "save_every", "keep", "tensorboard"),
 }
 HINTS = get_type_hints(TrainOptions)

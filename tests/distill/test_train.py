@@ -372,3 +372,15 @@ def test_a_log_that_a_kill_cut_short_is_gone_on_with(train: Train, values: dict[
     log.write_text(log.read_text(encoding="utf-8") + lost, encoding="utf-8")
     assert train({**values, "validate_every": 9}, "--resume")[0] == 0
     assert [record["step"] for record in read_records(values["out"])] == [0, 1, 2, 3, 4]
+
+
+def test_deterministic_asks_torch_for_the_same_bits_on_a_gpu_too(
+    train: Train, values: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    try:
+        assert train({**values, "deterministic": True, "steps": 1})[0] == 0
+        assert torch.are_deterministic_algorithms_enabled()
+        assert os.environ.pop("CUBLAS_WORKSPACE_CONFIG") == ":4096:8"
+    finally:
+        torch.use_deterministic_algorithms(False)

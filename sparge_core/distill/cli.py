@@ -82,8 +82,8 @@ def _parser() -> argparse.ArgumentParser:
         "train",
         help="distil a student",
         description="Distils a student. Options stand in a TOML file, under the names below with _ for -, or "
-        "are flags, which win. The same options and samples give the same result, resumed or not, on any number "
-        "of GPUs, up to rounding; and to the same bits on a CPU, or with --deterministic on the same GPUs.",
+        "are flags, which win. The same options and samples give the same result up to rounding, resumed or "
+        "not, on any number of GPUs; the same bits on a CPU, or with --deterministic on the same GPUs.",
     )
     train.add_argument("--config", type=Path, metavar="TOML", help="file of options")
     train.add_argument("--resume", action="store_true", help="go on from the latest checkpoint in --out")
@@ -286,9 +286,8 @@ def _be_deterministic() -> None:
     """Before anything runs on a GPU: cuBLAS reads its variable when it starts."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = (
-        False  # which only costs time where nothing reads it
-    )
+    # It costs time and changes nothing: no memory is read before it is written.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined,unused-ignore]
 
 
 def _device(wanted: str) -> torch.device:

@@ -18,6 +18,7 @@ from . import host, weights
 from .samples import DEFAULT_FOLDER, output_folder
 
 if TYPE_CHECKING:
+    from ..sparge_core.distill.data import Dataset
     from ..sparge_core.distill.loop import Distillation
     from ..sparge_core.distill.options import TrainOptions
     from .training import ComfyPair
@@ -141,7 +142,9 @@ class SpargeDistillStudent(io.ComfyNode):
 
     @classmethod
     def execute(cls, model: host.ModelPatcher, samples: str, name: str, **settings: Any) -> io.NodeOutput:
+        from ..sparge_core.distill.data import open_dataset
         from ..sparge_core.distill.log import plot, read_records
+        from ..sparge_core.distill.pair import check_data
         from . import training
 
         if not NAME.fullmatch(name):
@@ -150,8 +153,10 @@ class SpargeDistillStudent(io.ComfyNode):
             training.model_name(model), output_folder(samples), output_folder(RUNS) / name, settings
         )
         file = output_folder(f"{STUDENTS}/{name}.safetensors")
+        data = open_dataset(options.data)
+        check_data(options, data, training.describe(model))
         with training.open_pair(model, options) as pair:
-            _run(pair, options, file)
+            _run(pair, options, data, file)
         student = weights.load(read_student(file), model)
         image = torch.from_numpy(plot(read_records(options.out), name))[None]
         return io.NodeOutput(student, f"{STUDENTS}/{file.name}", image, ui=ui.PreviewImage(image, cls=cls))
@@ -172,15 +177,11 @@ def _options(base: str, data: Path, out: Path, settings: dict[str, Any]) -> Trai
     )
 
 
-def _run(pair: ComfyPair, options: TrainOptions, file: Path) -> None:
+def _run(pair: ComfyPair, options: TrainOptions, data: Dataset, file: Path) -> None:
     """Train, and leave a checkpoint and the student at `file`, after an interrupt or an error too."""
     from ..sparge_core.distill import checkpoint
-    from ..sparge_core.distill.data import open_dataset
     from ..sparge_core.distill.loop import Distillation
-    from ..sparge_core.distill.pair import check_data
 
-    data = open_dataset(options.data)
-    check_data(options, data, pair.facts["model"])
     run = Distillation(options, pair, data)
     if checkpoint.checkpoints(options.out):
         run.resume(checkpoint.find(options.out))

@@ -48,11 +48,13 @@ class ComfyPair:
         self._wan = self._model.get_model_object("diffusion_model")
         self._active = True  # whether the factors take part
         self._hooks: list[Any] = []
-        self.facts = {"model": describe(self._wan)}
+        self.facts = {"model": describe(self._model)}
         if options.checkpointing:
-            for number, block in enumerate(self._wan.blocks):
-                forward = partial(torch.utils.checkpoint.checkpoint, block.forward, use_reentrant=False)
-                self._model.add_object_patch(f"diffusion_model.blocks.{number}.forward", forward)
+            for number in range(len(self._wan.blocks)):
+                key = f"diffusion_model.blocks.{number}.forward"
+                forward = self._model.get_model_object(key)
+                again = partial(torch.utils.checkpoint.checkpoint, forward, use_reentrant=False)
+                self._model.add_object_patch(key, again)
         comfy.model_management.load_models_gpu([self._model], memory_required=1e20, force_full_load=True)
         self.device = self._model.load_device
         self._model.model.requires_grad_(False)
@@ -145,12 +147,6 @@ class ComfyPair:
 @contextmanager
 def open_pair(model: ModelPatcher, options: TrainOptions) -> Iterator[ComfyPair]:
     """The pair of a second copy of `model`, for as long as this is entered. Gradients work inside."""
-    wan = model.get_model_object("diffusion_model")
-    if type(wan) is not WanModel:
-        raise DistillError(
-            f"Distill Student works on Wan text-to-video and image-to-video models, and this model is a "
-            f"{type(wan).__name__}; connect one of those."
-        )
     if model.cached_patcher_init is None:
         raise DistillError(
             "This model cannot be loaded a second time, which training needs; load it with ComfyUI's Load "
@@ -177,8 +173,17 @@ def model_name(model: ModelPatcher) -> str:
     )
 
 
-def describe(wan: WanModel) -> dict[str, Any]:
-    """What decides which samples a Wan model takes, under the names of diffusers' configuration."""
+def describe(model: ModelPatcher) -> dict[str, Any]:
+    """What decides which samples a Wan model takes, under the names of diffusers' configuration.
+
+    DistillError for a model that is no plain text-to-video or image-to-video Wan.
+    """
+    wan = model.get_model_object("diffusion_model")
+    if type(wan) is not WanModel:
+        raise DistillError(
+            f"Distill Student works on Wan text-to-video and image-to-video models, and this model is a "
+            f"{type(wan).__name__}; connect one of those."
+        )
     image = wan.img_emb.proj[0].weight.shape[0] if wan.img_emb is not None else None
     return {
         "patch_size": list(wan.patch_size),

@@ -80,12 +80,15 @@ def export(
 
 
 def describe_run(options: TrainOptions, step: int) -> dict[str, str]:
-    """What a student's metadata says of its training."""
+    """What a student's metadata says of its training; no folders of the machine that it was made on."""
+    named = {
+        key: value for key, value in options.to_json().items() if not isinstance(getattr(options, key), Path)
+    }
     return {
         "base_model": options.base.name,
         "steps": str(step),
         "loss": options.loss,
-        "run": json.dumps(options.to_json()),
+        "run": json.dumps(named),
     }
 
 

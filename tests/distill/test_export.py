@@ -46,6 +46,7 @@ def test_a_file_says_what_it_was_trained_for(run: dict[str, Any], command: Comma
     assert student.metadata[METADATA_PREFIX + "steps"] == "2"
     assert student.metadata[METADATA_PREFIX + "method_version"] == "1"
     assert json.loads(student.metadata[METADATA_PREFIX + "run"])["learning_rate"] == run["learning_rate"]
+    assert not any(str(tmp_path) in value for value in student.metadata.values())
 
 
 def test_every_kind_of_file_is_the_same_change_of_the_base(

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from ..sparge_core import DensePolicy, SparseConfig, block_mask, choose, sparse_attention
-from ..sparge_core.report import RunStatistics, Timer, describe
+from ..sparge_core.record import Grid, RunStatistics, Timer
+from ..sparge_core.reference import kept_mass
+from ..sparge_core.report import describe
 
 log = logging.getLogger(__name__)
 
@@ -23,6 +25,9 @@ TRAINING_FREE = SparseConfig(top_k=0.03, top_p=0.2, sparsity=0.5)
 TRAINING_FREE_START = 0.2
 # Beyond this sparsity the picture of a model that was not fine-tuned for it falls apart.
 TRAINING_FREE_LIMIT = 0.8
+
+# Query blocks over which the kept mass of a call is measured: enough to know it, and little memory.
+MASS_ROWS = 32
 
 # Several samplers of a graph may use one patched model before the first report is made.
 RUNS_KEPT = 8
@@ -110,6 +115,11 @@ class Call:
     dense: Callable[[], Tensor]
     pack: Callable[[Tensor], Tensor]
 
+    @property
+    def size(self) -> tuple[int, ...] | None:
+        """Batch, heads, query and key tokens, where they are known."""
+        return None if self.reason is not None else (*self.q.shape[:3], self.k.shape[2])
+
 
 class Run:
     """One sampling run: where it stands, and afterwards what it did.
@@ -139,6 +149,7 @@ class Run:
         self.latent: Tensor | None = None  # by which host.find_run knows the result again
         self.options: dict[str, Any] = {}
         self.step = 0
+        self.grid: Grid | None = None
         self.in_window = True
         self.student = student
         self.reached: set[Layer] = set()
@@ -147,9 +158,13 @@ class Run:
         self._window = window
         self._covered = covered
 
-    def begin_step(self, sigma: float, options: dict[str, Any]) -> None:
-        """A call of the model at this noise level; options: the host's, for calls that come without them."""
-        self.options = options
+    def begin_step(self, sigma: float, options: dict[str, Any], grid: Grid | None = None) -> None:
+        """A call of the model at this noise level.
+
+        options: the host's, for calls that come without them. grid: frames, rows and columns of the video's
+        tokens, if they are known.
+        """
+        self.options, self.grid = options, grid
         highest, lowest = self._window
         # The schedule is float32 and percent_to_sigma is not: without rounding, a step that lies on the edge
         # of the window could fall on either side of it.
@@ -158,6 +173,7 @@ class Run:
 
     def end_step(self) -> None:
         """From the first step on it is known which patches a later node has displaced rather than called."""
+        self.statistics.send()
         displaced = [layer for layer in self._covered if layer not in self.reached]
         self._covered = ()
         self.displaced.update(displaced)
@@ -210,11 +226,15 @@ class SparseAttention:
             mask = block_mask(q, k, config, scale=call.scale)
             out = call.pack(sparse_attention(q, k, v, config, scale=call.scale, backend=backend, mask=mask))
             if run is not None:
-                run.statistics.record_sparse(layer.name, run.step, mask, config, timer)
+                statistics, at = run.statistics, (layer.name, run.step)
+                statistics.record_sparse(*at, mask, config, timer, run.grid)
+                if statistics.wants_mass(*at):
+                    mass = kept_mass(q, k, mask, scale=call.scale, rows=MASS_ROWS)
+                    statistics.record_mass(*at, mass)
         else:
             out = call.dense()
             if run is not None:
-                run.statistics.record_dense(layer.name, run.step, reason, timer)
+                run.statistics.record_dense(layer.name, run.step, reason, timer, call.size)
         if run is not None:
             run.reached.add(layer)
         return out

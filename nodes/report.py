@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from comfy_api.latest import io, ui
 
-from ..sparge_core.report import describe, plot
+from ..sparge_core.picture import plot
+from ..sparge_core.report import describe
 from . import host
 
 
@@ -64,6 +65,6 @@ class SpargeSparsityReport(io.ComfyNode):
             )
         text = "\n".join(lines)
         host.show_text(getattr(cls.hidden, "unique_id", None), text)
-        image = torch.from_numpy(plot(run.summary))[None]
+        image = torch.from_numpy(plot(run.summary, text))[None]
         shown = {**ui.PreviewImage(image, cls=cls).as_dict(), **ui.PreviewText(text).as_dict()}
         return io.NodeOutput(image, text, json.dumps(attention.account(run)), ui=shown)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -60,7 +61,7 @@ class BlockMask:
 
     def dense(self) -> Tensor:
         """bool (B, H, n_q, n_k): True where the block is kept."""
-        return (self.bits.unsqueeze(-1) & _bit_values(self.bits.device)).ne(0).flatten(-2)[..., : self.n_k]
+        return unpack_bits(self.bits, self.n_k)
 
     @property
     def indices(self) -> Tensor:
@@ -78,6 +79,22 @@ class BlockMask:
         pairs = self.counts.shape[0] * self.counts.shape[1] * self.q_len * self.k_len
         return 1.0 - self._kept_pairs().sum().float() / float(pairs)
 
+    def tally(self, out: Tensor | None = None) -> Tensor:
+        """int32 (2, 2, H), over the batch: kept blocks and kept last blocks, of all rows and of the last row.
+
+        `kept_pairs` makes token pairs of it. Four small kernels, because recording a run does this at each
+        of its calls.
+        """
+        last_word, last_bit = self.bits[..., -1], (self.n_k - 1) % WORD_BITS
+        # Unused bits are 0, so a word that has its highest used bit is at least that bit; bit 31 is the sign.
+        keeps_last = last_word < 0 if last_bit == WORD_BITS - 1 else last_word >= 1 << last_bit
+        kept = torch.stack((self.counts, keeps_last))
+        if out is None:
+            out = kept.new_empty(2, 2, kept.shape[2])
+        torch.sum(kept, (1, 3), dtype=torch.int32, out=out[0])
+        torch.sum(kept[..., -1], 1, dtype=torch.int32, out=out[1])
+        return out
+
     def _kept_pairs(self) -> Tensor:
         """int64 (B, H, n_q): token pairs of the kept blocks of each row."""
         last_bit = (self.n_k - 1) % WORD_BITS
@@ -87,6 +104,17 @@ class BlockMask:
         queries = torch.full((self.n_q,), BLOCK_Q, dtype=torch.int64, device=keys.device)
         queries[-1] = last_block_tokens(self.q_len, BLOCK_Q)
         return keys * queries
+
+
+def kept_pairs(tally: np.ndarray, q_len: int, k_len: int) -> np.ndarray:
+    """int64 (H,): token pairs of the kept blocks, of int64 `BlockMask.tally` and the lengths of its mask."""
+    all_rows, last_row = BLOCK_K * tally[:, 0] - (BLOCK_K - last_block_tokens(k_len, BLOCK_K)) * tally[:, 1]
+    return BLOCK_Q * all_rows - (BLOCK_Q - last_block_tokens(q_len, BLOCK_Q)) * last_row
+
+
+def unpack_bits(bits: Tensor, n_k: int) -> Tensor:
+    """bool (…, n_k) of int32 (…, ceil(n_k / 32)): True where the block's bit is set."""
+    return (bits.unsqueeze(-1) & _bit_values(bits.device)).ne(0).flatten(-2)[..., :n_k]
 
 
 def _bit_values(device: torch.device) -> Tensor:

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from .config import SparseConfig
 from .geometry import BLOCK_K, BLOCK_Q
-from .mask import BlockMask, select_blocks
+from .mask import BlockMask, select_blocks, unpack_bits
 
 LN_2 = math.log(2.0)
 
@@ -52,6 +52,25 @@ def block_mask(q: Tensor, k: Tensor, config: SparseConfig, *, scale: float | Non
     with _as_computed(q):
         scores = block_means(q, BLOCK_Q) @ block_means(k, BLOCK_K).transpose(-1, -2) * scale
     return BlockMask.from_dense(select_blocks(scores, config), q.shape[2], k.shape[2])
+
+
+@torch.compiler.disable
+@torch.no_grad()
+def kept_mass(
+    q: Tensor, k: Tensor, mask: BlockMask, *, scale: float | None = None, rows: int | None = None
+) -> Tensor:
+    """Share of the pooled scores' softmax (arXiv 2602.13515, Alg. 1) that `mask` keeps, () on its device.
+
+    Mean over the heads and query blocks of the first sample; with `rows`, over about so many query blocks,
+    evenly spread, which bounds the memory taken. q (B, H, Lq, D), k (B, H, Lk, D); scale: as in `block_mask`.
+    """
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    stride = 1 if rows is None else -(-mask.n_q // rows)
+    with _as_computed(q):
+        q_means = block_means(q[:1], BLOCK_Q)[:, :, ::stride]
+        scores = q_means @ block_means(k[:1], BLOCK_K).transpose(-1, -2) * scale
+    kept = unpack_bits(mask.bits[:1, :, ::stride], mask.n_k)
+    return (scores.softmax(-1) * kept).sum(-1).mean()
 
 
 @torch.compiler.disable  # rows differ in length, so a traced graph would be one per mask

@@ -4,7 +4,7 @@ PYTHON ?= python3
 RUN = $(PYTHON) scripts/host.py run
 PYTEST_ARGS ?=
 
-.PHONY: demo test lint test-gpu bench build setup clean
+.PHONY: demo test lint test-gpu bench build release setup clean
 
 demo:  ## a tiny Wan2.1, dense and sparse in the real ComfyUI: videos, report picture and report.json in out/demo/
 	$(RUN) scripts/demo.py
@@ -26,6 +26,9 @@ bench:
 
 build:  ## the CUDA kernels of every architecture, ahead of time
 	$(RUN) -m sparge_core.cuda build
+
+release:  ## dist/: the pack's archive and the wheel of what is committed, with all kernels, checked and tried
+	$(RUN) scripts/release.py --demo
 
 setup:
 	$(PYTHON) scripts/host.py setup

@@ -1,6 +1,6 @@
 """The main job, end to end: the shipped tiny workflow in a real ComfyUI, dense and sparse with one seed.
 
-    python scripts/host.py run scripts/demo.py [--sparsity 0.5] [--seed 0]
+    python scripts/host.py run scripts/demo.py [--sparsity 0.5] [--seed 0] [--pack FOLDER]
 
 writes into out/demo/ the two videos, the picture of Sparsity Report, and report.json:
 
@@ -21,6 +21,7 @@ import json
 import platform
 import shutil
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ from host import ROOT, HostError, Server, cache_folder, ready_host
 from workflow import load as load_workflow
 from workflow import to_api
 
-WORKFLOW = ROOT / "workflows" / "wan21_tiny.json"
+WORKFLOW = "workflows/wan21_tiny.json"  # in the pack
 OUT = ROOT / "out" / "demo"
 PATCH, REPORT = "SpargeAttention2Patch", "SpargeSparsityReport"
 # Nodes that are added to the shipped graph, to get at the report's picture and numbers.
@@ -102,7 +103,7 @@ def save(server: Server, out: Path, outputs: dict[str, Any], node: str, name: st
 
 def demo(server: Server, out: Path, sparsity: float, seed: int) -> dict[str, Any]:
     """Run the tiny workflow dense, sparse and with all blocks kept; write `out`; return the report."""
-    prompt = to_api(load_workflow(WORKFLOW), server.object_info())
+    prompt = to_api(load_workflow(server.pack / WORKFLOW), server.object_info())
     prompt[node_of(prompt, "KSampler")]["inputs"]["seed"] = seed
     dense = without_patch(prompt)
     sparse = with_settings(prompt, sparsity=sparsity)
@@ -154,6 +155,9 @@ def main() -> None:
         "--sparsity", type=float, default=0.5, help="target sparsity, 0.01 to 0.99 (default 0.5)"
     )
     parser.add_argument("--seed", type=int, default=0, help="of the noise (default 0)")
+    parser.add_argument(
+        "--pack", type=Path, default=ROOT, help="folder of an unpacked release (default: this repository)"
+    )
     options = parser.parse_args()
     if not 0.01 <= options.sparsity <= 0.99:
         parser.error(f"--sparsity is {options.sparsity}; give a number from 0.01 to 0.99")
@@ -163,11 +167,14 @@ def main() -> None:
         raise HostError("ComfyUI is not set up. Run: python scripts/host.py run scripts/demo.py")
     shutil.rmtree(OUT, ignore_errors=True)
     OUT.mkdir(parents=True)
-    base = cache_folder() / "base"
-    tiny_models.make(base)
-    say("starting ComfyUI")
-    with Server(host, base) as server:
-        report = demo(server, OUT, options.sparsity, options.seed)
+    pack = options.pack.resolve()
+    with tempfile.TemporaryDirectory() as temporary:
+        # A base directory holds one pack of this name, so that another gets a base of its own.
+        base = cache_folder() / "base" if pack == ROOT else Path(temporary)
+        tiny_models.make(base)
+        say(f"starting ComfyUI with the pack in {pack}")
+        with Server(host, base, pack=pack) as server:
+            report = demo(server, OUT, options.sparsity, options.seed)
     say(
         f"sparsity {report['sparsity']:.1%} (asked for {options.sparsity:.1%}), "
         f"{report['sparse_calls']} sparse calls, "

@@ -414,11 +414,11 @@ def install_pack(source: Path, custom_nodes: Path, name: str) -> Path:
     return place
 
 
-def make_base(base: Path) -> Path:
+def make_base(base: Path, pack: Path = ROOT) -> Path:
     """A base directory as ComfyUI's --base-directory wants it, with this pack among its custom nodes."""
     for folder in ("custom_nodes", "models", "input", "output", "user", "temp"):
         (base / folder).mkdir(parents=True, exist_ok=True)
-    install_pack(ROOT, base / "custom_nodes", PACK_NAME)
+    install_pack(pack, base / "custom_nodes", PACK_NAME)
     return base
 
 
@@ -430,10 +430,17 @@ class Server:
     """
 
     def __init__(
-        self, host: Host, base: Path, *, log: Path | None = None, arguments: Sequence[str] = ()
+        self,
+        host: Host,
+        base: Path,
+        *,
+        pack: Path = ROOT,
+        log: Path | None = None,
+        arguments: Sequence[str] = (),
     ) -> None:
         self.host = host
-        self.base = make_base(base)
+        self.pack = pack
+        self.base = make_base(base, pack)
         self.log = log or base / "server.log"
         self.arguments = tuple(arguments)
         self.url = ""

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from host import ready_host
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -56,10 +58,37 @@ def test_no_install_touches_the_users_torch(project: dict[str, Any]) -> None:
 
 
 def test_the_registry_gets_what_it_needs(project: dict[str, Any]) -> None:
-    assert project["project"]["name"] == "comfyui-spargeattention2"
-    assert project["project"]["version"]
-    assert project["tool"]["comfy"]["PublisherId"]
-    assert project["tool"]["comfy"]["DisplayName"] == "SpargeAttention2"
+    """The rules are those of ComfyUI's registry for pyproject.toml."""
+    about, comfy = project["project"], project["tool"]["comfy"]
+    assert re.fullmatch(r"[a-z][a-z0-9]*([-_.][a-z0-9]+)*", about["name"])
+    assert len(about["name"]) < 100
+    assert re.fullmatch(r"\d+\.\d+\.\d+", about["version"])
+    assert about["description"]
+    assert (ROOT / about["license-files"][0]).is_file()
+    assert "Environment :: GPU :: NVIDIA CUDA" in about["classifiers"]
+    assert re.fullmatch(r"[a-z][a-z0-9-]*", comfy["PublisherId"])
+    assert comfy["DisplayName"] == "SpargeAttention2"
+    assert re.fullmatch(r">=\d+\.\d+\.\d+", comfy["requires-comfyui"])
+    assert comfy["includes"] == ["cubins"]
+
+
+def test_the_pinned_comfyui_is_one_that_the_registry_offers_the_pack_to(project: dict[str, Any]) -> None:
+    host = ready_host()
+    if host is None:
+        pytest.skip("ComfyUI is not set up; run: python scripts/host.py setup")
+    text = (host.tree / "comfyui_version.py").read_text(encoding="utf-8")
+    (version,) = re.findall(r"\d+\.\d+\.\d+", text)
+    oldest = project["tool"]["comfy"]["requires-comfyui"].removeprefix(">=")
+    assert _numbers(version) >= _numbers(oldest)
+
+
+def test_the_newest_entry_of_the_changelog_is_of_this_version(project: dict[str, Any]) -> None:
+    entries = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert entries[0] == project["project"]["version"]
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(number) for number in version.split(".")]
 
 
 def test_the_wheel_carries_the_package_and_the_cuda_sources_and_nothing_else(wheel: Path) -> None:
@@ -69,7 +98,7 @@ def test_the_wheel_carries_the_package_and_the_cuda_sources_and_nothing_else(whe
     assert sources
     assert sources | modules <= names
     others = {name for name in names - sources - modules if ".dist-info/" not in name}
-    assert all(name.startswith("sparge_core/csrc/") for name in others), others
+    assert all(name.startswith(("sparge_core/csrc/", "sparge_core/cubins/")) for name in others), others
 
 
 def test_the_wheel_works_without_the_repository(wheel: Path, tmp_path: Path) -> None:

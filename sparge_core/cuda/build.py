@@ -62,8 +62,14 @@ def build(out: Path, architectures: Sequence[str], jobs: int, compiler: str) -> 
     if subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, check=False).returncode:
         raise BuildError("The build failed; the messages above say where.")
     for path in out.iterdir():
-        if _OUTPUT.fullmatch(path.name) and path.name not in _all_names():
+        if _OUTPUT.fullmatch(path.name) and path.name not in file_names():
             path.unlink()  # of sources that have changed since
+
+
+def file_names() -> set[str]:
+    """Names of all that a whole build makes, which is what a release carries."""
+    every = _targets(list(modules.ARCHITECTURES.values()))
+    return {name for module, architecture in every for name in _names(module, architecture)}
 
 
 def compile_one(module: str, architecture: str, out: Path, compiler: str) -> None:
@@ -159,11 +165,6 @@ def _targets(architectures: Sequence[str]) -> Iterator[tuple[str, str]]:
         for architecture in architectures:
             if module.architectures is None or architecture in module.architectures:
                 yield module.name, architecture
-
-
-def _all_names() -> set[str]:
-    every = _targets(list(modules.ARCHITECTURES.values()))
-    return {name for module, architecture in every for name in _names(module, architecture)}
 
 
 def _ninja_text(architectures: Sequence[str], compiler: str) -> str:

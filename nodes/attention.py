@@ -16,7 +16,7 @@ from torch import Tensor
 from ..sparge_core import DensePolicy, SparseConfig, block_mask, choose, sparse_attention
 from ..sparge_core.record import Grid, RunStatistics, Timer
 from ..sparge_core.reference import kept_mass
-from ..sparge_core.report import describe
+from ..sparge_core.report import describe, status
 
 log = logging.getLogger(__name__)
 
@@ -128,6 +128,7 @@ class Run:
     window: highest and lowest sigma that run sparse.
     covered: layers on whose patch another node has put its own.
     device: where the model runs.
+    probed: steps at which sparse attention is compared with dense.
     student: whether the model's weights are a student's.
     """
 
@@ -151,6 +152,7 @@ class Run:
         self.step = 0
         self.grid: Grid | None = None
         self.in_window = True
+        self.probed: frozenset[int] = frozenset()
         self.student = student
         self.reached: set[Layer] = set()
         self.displaced: set[Layer] = set()
@@ -165,11 +167,26 @@ class Run:
         tokens, if they are known.
         """
         self.options, self.grid = options, grid
+        self.in_window = self._within(sigma)
+        self.step = min(range(self.steps), key=lambda step: abs(self._sigmas[step] - sigma))
+
+    def _within(self, sigma: float) -> bool:
         highest, lowest = self._window
         # The schedule is float32 and percent_to_sigma is not: without rounding, a step that lies on the edge
         # of the window could fall on either side of it.
-        self.in_window = bool(np.float32(lowest) <= np.float32(sigma) <= np.float32(highest))
-        self.step = min(range(self.steps), key=lambda step: abs(self._sigmas[step] - sigma))
+        return bool(np.float32(lowest) <= np.float32(sigma) <= np.float32(highest))
+
+    def probe(self, count: int) -> None:
+        """Compare sparse with dense attention at `count` of the steps within the window, evenly spread."""
+        sparse = [step for step, sigma in enumerate(self._sigmas[: self.steps]) if self._within(sigma)]
+        if sparse:
+            places = (int((number + 0.5) * len(sparse) / count) for number in range(count))
+            self.probed = frozenset(sparse[place] for place in places)
+
+    @property
+    def status(self) -> str:
+        """One line on the run so far."""
+        return status(self.step + 1, self.steps, self.statistics.progress())
 
     def end_step(self) -> None:
         """From the first step on it is known which patches a later node has displaced rather than called."""
@@ -231,6 +248,11 @@ class SparseAttention:
                 if statistics.wants_mass(*at):
                     mass = kept_mass(q, k, mask, scale=call.scale, rows=MASS_ROWS)
                     statistics.record_mass(*at, mass)
+                if run.step in run.probed:
+                    timer = Timer(call.q.device)
+                    dense = call.dense()
+                    timer.stop()
+                    statistics.record_error(*at, out, dense, timer, call.size)
         else:
             out = call.dense()
             if run is not None:
@@ -255,6 +277,7 @@ class SparseAttention:
 
     def _finish(self, run: Run) -> None:
         run.summary = run.statistics.summary()
+        run.statistics.release()
         sparsity = run.summary["sparsity"]
         called = run.reached | run.displaced
         missed = [layer.name for layer in self.layers if layer not in called and not run.idle]

@@ -6,6 +6,7 @@ from comfy_api.latest import ComfyExtension, io
 
 from .distill import SpargeDistillStudent
 from .patch import SpargeAttention2Patch
+from .probe import SpargeSparsityProbe
 from .report import SpargeSparsityReport
 from .samples import SpargeSaveSample
 from .student import SpargeLoadStudent
@@ -16,6 +17,7 @@ class SpargeAttention2Extension(ComfyExtension):
         return [
             SpargeAttention2Patch,
             SpargeSparsityReport,
+            SpargeSparsityProbe,
             SpargeLoadStudent,
             SpargeSaveSample,
             SpargeDistillStudent,

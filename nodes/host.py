@@ -19,9 +19,11 @@ from comfy.ldm.wan import model as wan_model
 from comfy.ldm.wan.model import WanModel
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import CallbacksMP, WrappersMP
+from comfy_execution.progress import get_progress_state
 from torch import Tensor
 
 from ..sparge_core import SparseConfig
+from ..sparge_core.record import Grid
 from . import traced
 from .attention import Call, Layer, Run, SparseAttention
 
@@ -30,6 +32,7 @@ log = logging.getLogger(__name__)
 KEY = "sparge_attention2"  # of our callbacks, wrappers and attachments on a model
 STUDENT = "sparge_attention2.student"  # attachment: the SparseConfig that the weights were fine-tuned with
 STUDENT_FILE = "sparge_attention2.student_file"  # attachment: where they are from, with or without settings
+PROBE = "sparge_attention2.probe"  # attachment: at how many steps to compare sparse with dense attention
 OVERRIDE = "optimized_attention_override"  # ComfyUI's slot in transformer_options
 HOST_OPTIONS = "sparge_attention2.host_options"  # in our copy of transformer_options: the original
 
@@ -85,8 +88,13 @@ def student_file(model: ModelPatcher) -> str | None:
     return model.get_attachment(STUDENT_FILE)
 
 
-def patch_self_attention(model: ModelPatcher, attention: SparseAttention) -> ModelPatcher:
-    """A clone of `model` with `attention` as its self-attention, in place of an earlier patch of ours."""
+def patch_self_attention(
+    model: ModelPatcher, attention: SparseAttention, node_id: str | None = None
+) -> ModelPatcher:
+    """A clone of `model` with `attention` as its self-attention, in place of an earlier patch of ours.
+
+    node_id: the node on which a browser shows how a run goes on.
+    """
     patched = model.clone()
     for layer in attention.layers:
         _install(patched, attention, layer)
@@ -95,8 +103,9 @@ def patch_self_attention(model: ModelPatcher, attention: SparseAttention) -> Mod
         patched.remove_wrappers_with_key(wrapped, KEY)
     for called in (CallbacksMP.ON_CLONE, CallbacksMP.ON_PRE_RUN):
         patched.remove_callbacks_with_key(called, KEY)
-    patched.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, _around_run(attention, student_file(model)))
-    patched.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, _around_step(attention))
+    around_run = _around_run(attention, student_file(model), node_id)
+    patched.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, around_run)
+    patched.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, _around_step(attention, node_id))
     patched.add_callback_with_key(CallbacksMP.ON_CLONE, KEY, _follow_weights)
     patched.add_callback_with_key(CallbacksMP.ON_PRE_RUN, KEY, _warn_without_run(attention))
     return patched
@@ -105,6 +114,13 @@ def patch_self_attention(model: ModelPatcher, attention: SparseAttention) -> Mod
 def patch_of(model: ModelPatcher) -> SparseAttention | None:
     """What `patch_self_attention` put on this model or on one that it is a clone of."""
     return model.get_attachment(KEY)
+
+
+def probe(model: ModelPatcher, steps: int) -> ModelPatcher:
+    """A clone of `model` whose runs compare sparse with dense attention at so many steps, once patched."""
+    probed = model.clone()
+    probed.set_attachments(PROBE, steps)
+    return probed
 
 
 def find_run(attention: SparseAttention, latent: Any) -> tuple[Run | None, bool]:
@@ -135,6 +151,19 @@ def show_text(node_id: str | None, text: str) -> None:
     server = getattr(PromptServer, "instance", None)
     if server is not None:
         server.send_progress_text(text, node_id)
+
+
+def show_progress(node_id: str | None, run: Run) -> None:
+    """Show on a node how a run goes on: a bar and one line. Waits for no device."""
+    if node_id is not None:
+        get_progress_state().update_progress(node_id, run.step + 1, run.steps)
+        show_text(node_id, run.status)
+
+
+def end_progress(node_id: str | None) -> None:
+    """Take the bar away; the line stays."""
+    if node_id is not None:
+        get_progress_state().finish_progress(node_id)
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
@@ -215,7 +244,7 @@ def _follow_weights(old: ModelPatcher, new: ModelPatcher) -> None:
             _install(new, attention, layer)
 
 
-def _around_run(attention: SparseAttention, student: str | None) -> Callable[..., Any]:
+def _around_run(attention: SparseAttention, student: str | None, node_id: str | None) -> Callable[..., Any]:
     """student: the file of the model's weights when it was patched, if they were a student's."""
 
     def around_run(
@@ -234,24 +263,41 @@ def _around_run(attention: SparseAttention, student: str | None) -> Callable[...
                     f"the student {now} was loaded behind the SpargeAttention2 node, which therefore does "
                     "not know its settings; put the SpargeAttention2 node behind the one that loads it"
                 )
-            result = executor(noise, latent, sampler, sigmas, *args, **kwargs)
+            run.probe(model.get_attachment(PROBE) or 0)
+            try:
+                result = executor(noise, latent, sampler, sigmas, *args, **kwargs)
+            finally:
+                end_progress(node_id)
             run.latent = fingerprint(result)
+        show_text(node_id, run.status)
         return result
 
     return around_run
 
 
-def _around_step(attention: SparseAttention) -> Callable[..., Any]:
+def _around_step(attention: SparseAttention, node_id: str | None) -> Callable[..., Any]:
     def around_step(executor: Any, x: Any, sigma: Tensor, *args: Any, **kwargs: Any) -> Any:
         run = attention.current
         if run is None:  # the model is used outside of a sampler
             return executor(x, sigma, *args, **kwargs)
-        run.begin_step(float(sigma.flatten()[0]), _options(args, kwargs))
+        grid = _grid(executor.class_obj.diffusion_model, x)
+        run.begin_step(float(sigma.flatten()[0]), _options(args, kwargs), grid)
         result = executor(x, sigma, *args, **kwargs)
         run.end_step()
+        show_progress(node_id, run)
         return result
 
     return around_step
+
+
+def _grid(wan: WanModel, latent: Tensor) -> Grid | None:
+    """Frames, rows and columns of tokens that the model makes of a latent (B, C, T, H, W)."""
+    if latent.dim() != 5:  # packed with others of another shape
+        return None
+    frames, rows, columns = (
+        -(-size // side) for size, side in zip(latent.shape[2:], wan.patch_size, strict=True)
+    )
+    return frames, rows, columns
 
 
 def _options(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

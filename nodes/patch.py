@@ -107,6 +107,7 @@ class SpargeAttention2Patch(io.ComfyNode):
                 ),
             ],
             outputs=[io.Model.Output(tooltip="The model with sparse self-attention.")],
+            hidden=[io.Hidden.unique_id],
         )
 
     @classmethod
@@ -129,4 +130,5 @@ class SpargeAttention2Patch(io.ComfyNode):
         manual = SparseConfig(top_k, top_p, sparsity)
         student, file = host.student_config(model), host.student_file(model)
         chosen = choose_settings(settings, manual, policy, backend, student, file)
-        return io.NodeOutput(host.patch_self_attention(model, SparseAttention(chosen, layers)))
+        node_id = getattr(cls.hidden, "unique_id", None)
+        return io.NodeOutput(host.patch_self_attention(model, SparseAttention(chosen, layers), node_id))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -316,6 +316,10 @@ class RunStatistics:
         for journal in self._journals.values():
             journal.send()
 
+    def release(self) -> None:
+        """Give back what `prepare` allocated; for a run that is over, after `summary`."""
+        self._journals.clear()
+
     def progress(self) -> tuple[float | None, int, int]:
         """Sparsity as far as it is known without waiting (None: not yet), sparse and dense calls so far."""
         for journal in self._journals.values():
@@ -326,7 +330,7 @@ class RunStatistics:
         """Where the centre of the video looked, if the layer was sparse at that step; after `summary`."""
         return self._examples.get((self._rows[layer], step))
 
-    def examples(self) -> Iterable[Example]:
+    def examples(self) -> list[Example]:
         """All that there are, by layer and step."""
         return [self._examples[cell] for cell in sorted(self._examples)]
 

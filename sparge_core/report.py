@@ -70,5 +70,6 @@ def _probe(probe: dict[str, Any], layers: list[str]) -> list[str]:
     steps = ", ".join(str(step + 1) for step in probe["steps"])
     return [
         f"Probe at step {steps}: relative L1 of sparse against dense attention, largest first: {worst}. "
-        f"It took {probe['ms']:.0f} ms beside the above."
+        "To keep those dense, put their numbers into dense_layers. "
+        f"The probe took {probe['ms']:.0f} ms beside the time above."
     ]

@@ -13,7 +13,7 @@ from sparge_core import BlockMask, SparseConfig, block_mask, record
 from sparge_core.geometry import BLOCK_K, BLOCK_Q, num_blocks
 from sparge_core.record import RunStatistics, Timer
 from sparge_core.reference import kept_mass
-from sparge_core.report import describe
+from sparge_core.report import describe, status
 
 CPU = torch.device("cpu")
 CONFIG = SparseConfig(0.1, 0.2)
@@ -96,12 +96,15 @@ def test_recording_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("a value was fetched from the device")
 
     statistics = RunStatistics(["a"], 1)
-    mask = mask_of(2)
+    mask, mass, output = mask_of(2), torch.tensor(0.5), torch.ones(1, 8, 4)
     with monkeypatch.context() as patch:
         for name in ("item", "tolist", "cpu", "numpy", "__float__", "__int__", "__bool__"):
             patch.setattr(torch.Tensor, name, waited)
-        statistics.record_sparse("a", 0, mask, CONFIG, Timer(CPU))
+        statistics.record_sparse("a", 0, mask, CONFIG, Timer(CPU), grid=(2, 16, 16))
+        statistics.record_mass("a", 0, mass)
+        statistics.record_error("a", 0, output, output)
         statistics.record_dense("a", 0, "asked for", Timer(CPU))
+        statistics.send()
     assert statistics.summary()["sparsity"] == 0.75
 
 
@@ -248,6 +251,43 @@ def test_a_mass_that_is_no_number_is_left_out() -> None:
     statistics = RunStatistics(["a"], 1)
     statistics.record_mass("a", 0, torch.tensor(float("nan")))
     assert statistics.summary()["kept_mass"] is None
+
+
+def test_layers_are_ranked_by_the_error_of_their_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record, "COMPARED_VALUES", 100)  # so that an output is compared in parts
+    generator = torch.Generator().manual_seed(0)
+    names = ["a", "b", "c", "never compared"]
+    statistics = RunStatistics(names, 4)
+    assert statistics.summary()["probe"] is None
+    errors: dict[str, float] = {}
+    for name, noise in zip(names, (0.2, 0.7, 0.1), strict=False):
+        difference = norm = 0.0
+        for step in (1, 3):
+            dense = torch.randn(2, 37, 8, generator=generator)
+            sparse = dense + noise * torch.randn(2, 37, 8, generator=generator)
+            statistics.record_error(name, step, sparse, dense)
+            difference += (sparse - dense).abs().sum().item()
+            norm += dense.abs().sum().item()
+        errors[name] = difference / norm
+    probe = statistics.summary()["probe"]
+    assert probe["error"] == [*(pytest.approx(error, rel=1e-5) for error in errors.values()), None]
+    assert probe["ranking"] == sorted(errors, key=lambda name: -errors[name]) == ["b", "a", "c"]
+    assert probe["steps"] == [1, 3]
+    assert [error is None for error in probe["error_map"][0]] == [True, False, True, False]
+    text = describe(statistics.summary())
+    assert "Probe at step 2, 4" in text
+    assert f"largest first: b {errors['b']:.1%}, a {errors['a']:.1%}, c {errors['c']:.1%}." in text
+
+
+def test_a_run_that_goes_on_is_told_in_a_line() -> None:
+    statistics = RunStatistics(["a"], 4)
+    assert status(1, 4, statistics.progress()) == "Step 1 of 4: 0 sparse calls, 0 dense."
+    statistics.record_sparse("a", 0, mask_of(2), CONFIG)
+    assert status(1, 4, statistics.progress()) == "Step 1 of 4: 1 sparse calls, 0 dense."
+    statistics.send()
+    statistics.record_dense("a", 1, "layer set to dense")
+    line = "Step 2 of 4: 1 sparse calls, 75.0% of their work skipped, 1 dense."
+    assert status(2, 4, statistics.progress()) == line
 
 
 def test_the_factor_compares_calls_of_one_size(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -107,6 +107,39 @@ def test_calls_are_counted_by_layer_and_step(make: Callable[..., Any], call: Cal
                 sparse.attend(layer, call())
     assert run.summary["dense_map"] == [[1, 0, 0], [1, 1, 1]]
     assert [share is not None for share in run.summary["sparsity_map"][0]] == [False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("count", "probed"), [(0, []), (1, [6]), (2, [4, 8]), (8, range(2, 10)), (99, range(2, 10))]
+)
+def test_probed_steps_are_spread_over_the_sparse_ones(
+    count: int, probed: Sequence[int], make: Callable[..., Any]
+) -> None:
+    sigmas = [1.0 - step / 10 for step in range(11)]
+    with make().run(sigmas, (0.8, 0.0), (), CPU) as run:
+        run.probe(count)
+    assert run.probed == set(probed)
+
+
+def test_a_probed_step_is_as_without_and_its_error_is_known(
+    make: Callable[..., Any], call: Callable[..., Any]
+) -> None:
+    sparse = make()
+    outputs = []
+    for count in (0, 1):
+        with sparse.run(SIGMAS, (1.0, 0.0), (), CPU) as run:
+            run.probe(count)
+            for sigma in SIGMAS[:-1]:
+                run.begin_step(sigma, {})
+                outputs.append(sparse.attend(sparse.layers[0], call()))
+    assert all(torch.equal(out, outputs[0]) for out in outputs)
+    plain, probed = (run.summary for run in sparse.runs)
+    assert plain["probe"] is None
+    assert probed["probe"]["steps"] == [1]
+    dense = torch.full_like(outputs[0], -1.0)
+    error = (outputs[0] - dense).abs().sum().item() / dense.abs().sum().item()
+    assert probed["probe"]["error"] == [pytest.approx(error, rel=1e-5), None]
+    assert (probed["sparse_calls"], probed["dense_calls"]) == (3, {})
 
 
 def test_the_window_is_compared_in_the_schedules_precision(make: Callable[..., Any]) -> None:

@@ -27,8 +27,8 @@ Model = Any  # comfy.model_patcher.ModelPatcher, which only exists once the host
 
 @pytest.fixture(scope="session")
 def rooms(pack: ModuleType) -> SimpleNamespace:
-    """The pack's modules: host, attention, patch, report."""
-    names = ("host", "attention", "patch", "report")
+    """The pack's modules: host, attention, patch, report, probe."""
+    names = ("host", "attention", "patch", "report", "probe")
     return SimpleNamespace(
         **{name: importlib.import_module(f"{pack.__name__}.nodes.{name}") for name in names}
     )

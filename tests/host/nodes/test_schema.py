@@ -33,8 +33,19 @@ FROZEN: dict[str, dict[str, Any]] = {
         "sliders": ["top_k", "top_p", "sparsity"],
     },
     "SpargeSparsityReport": {
-        "inputs": [("model", "MODEL", None), ("latent", "LATENT", None)],
+        "inputs": [
+            ("model", "MODEL", None),
+            ("latent", "LATENT", None),
+            ("layer", "INT", -1),
+            ("step", "INT", 0),
+            ("head", "INT", -1),
+        ],
         "outputs": [("image", "IMAGE"), ("text", "STRING"), ("json", "STRING")],
+        "sliders": [],
+    },
+    "SpargeSparsityProbe": {
+        "inputs": [("model", "MODEL", None), ("steps", "INT", 2)],
+        "outputs": [("MODEL", "MODEL")],
         "sliders": [],
     },
     "SpargeLoadStudent": {

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from demo import PATCH, REPORT, WORKFLOW, node_of, without_patch, without_video
-from host import Server
+from host import ROOT, Server
 from workflow import load, to_api
 
 Prompt = dict[str, Any]
@@ -21,7 +21,7 @@ SETTINGS = {
 
 @pytest.mark.slow
 def test_a_users_own_results_distil_a_student_that_samples(server: Server, base: Path) -> None:
-    prompt = without_video(to_api(load(WORKFLOW), server.object_info()))
+    prompt = without_video(to_api(load(ROOT / WORKFLOW), server.object_info()))
     prompt[node_of(prompt, "EmptyHunyuanLatentVideo")]["inputs"].update(width=128, height=128, length=9)
     sampler, patch = node_of(prompt, "KSampler"), node_of(prompt, PATCH)
     loader = prompt[patch]["inputs"]["model"]

@@ -151,8 +151,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for seed in range(size.clips):
             write_sample(place / "clips", moving_blobs(seed, size.latent, size.model["text_dim"]))
         common = {
+            "dtype": "bf16" if device.type == "cuda" else "fp32",  # which CPUs are far slower in
             **{"student": "full", "parameters": "all", "batch": size.batch, "micro_batch": size.batch},
-            **{"tensorboard": False, "checkpointing": False, "keep": 1, "dtype": "bf16"},
+            **{"tensorboard": False, "checkpointing": False, "keep": 1},
         }
         base = pretrain(place, size, place / "clips", common)
         settings = {

@@ -50,21 +50,22 @@ def load(student: Student, base: ModelPatcher | None) -> ModelPatcher:
 
 def load_full(student: Student, disable_dynamic: bool = False) -> ModelPatcher:
     """ComfyUI's model from a full model's file. disable_dynamic: as ComfyUI's loaders take it."""
+    metadata = convert_metadata(student)
     tensors = convert(student, _read(student))
     # On the meta device, names and shapes without data, because the loader empties what it gets.
     given = {name: tensor.to("meta") for name, tensor in tensors.items()}
     try:
         model = comfy.sd.load_diffusion_model_state_dict(
-            tensors, metadata=convert_metadata(student), disable_dynamic=disable_dynamic
+            tensors, metadata=metadata, disable_dynamic=disable_dynamic
         )
     except RuntimeError as error:
         if "loading state_dict" not in str(error):
             raise
         reason = str(error).split("\n", 1)[-1].strip().split("\n")[0]
         raise _unfit(student, f"but its shapes are not those of that model ({reason})") from None
-    except (ArithmeticError, AssertionError, LookupError, TypeError, ValueError) as error:
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
         reason = f"{type(error).__name__}: {error}"
-        raise _unfit(student, f"but ComfyUI cannot build a model of its shapes ({reason})") from None
+        raise _unfit(student, f"but ComfyUI cannot build a model from it ({reason})") from None
     if model is None:
         raise _unfit(student, "but ComfyUI has no model like it")
     _check_all_loaded(student, model, given)

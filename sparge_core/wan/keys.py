@@ -31,6 +31,8 @@ QUANTISATION = (
     "pre_quant_scale",
 )
 SCALED_FP8 = "scaled_fp8"  # marks a file of the first kind
+# Leaves with the scales of a weight, and the key without which ComfyUI passes over them; {}: their module.
+MARKS = {"scale_weight": SCALED_FP8, "weight_scale": "{}.comfy_quant"}
 # Leaves of modules whose weight may then be stored as integers.
 QUANTISED = ("comfy_quant", "weight_scale")
 
@@ -424,6 +426,16 @@ SKIPPED = ("sla_sparsity_ratio", "sparsity_ratio", "sparsity")
 ROWS = ("blkq", "block_q", "q_block_size")
 COLUMNS = ("blkk", "block_k", "k_block_size")
 PLAIN_BLOCKS = frozenset({(128, 64), (64, 64)})
+
+# Adapters that are more than a low-rank pair, by what only their keys have.
+OTHER_ADAPTERS = (
+    ("DoRA", re.compile(r"[._](?:dora_scale|lora_magnitude_vector)(?:[._]|$)")),
+    ("LoHa", re.compile(r"[._]hada_[wt]\d")),
+    ("LoKr", re.compile(r"[._]lokr_[wt]\d")),
+    ("OFT", re.compile(r"[._]oft_(?:blocks|diag|R)\b")),
+    ("a low-rank one with a factor between the two", re.compile(r"[._]lora_mid(?:[._]|$)")),
+    ("a low-rank one with biases", FACTOR_BIAS),
+)
 
 # Keys by which files of other models are known.
 OTHER_MODELS = (

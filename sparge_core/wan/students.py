@@ -23,7 +23,8 @@ from .settings import lacking, peft_alpha, settings_of
 FULL, DIFF, LOW_RANK = "full model", "diff", "low-rank file"
 
 QUANTISATION_METADATA = "_quantization_metadata"  # ComfyUI's: JSON with a table of quantised layers, by name
-FLOATS = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
+FLOATS_OF_8_BITS = frozenset({"F8_E4M3", "F8_E5M2"})
+FLOATS = frozenset({"F64", "F32", "F16", "BF16"}) | FLOATS_OF_8_BITS
 PART = re.compile(r"(\d{5})-of-(\d{5})$")
 EXAMPLES = 3  # names given of many
 
@@ -108,6 +109,7 @@ def read_student(path: Path | str) -> Student:
         {
             f"of its {len(keys)} keys are unknown": [key for key in keys if key not in names],
             "keys name a parameter for a second time": [key for key in names if meanings[names[key]] > 1],
+            "parameters are changed in two ways": _changed_twice(names),
             "parameters are missing": wan.missing_parameters(targets) if kind == FULL else [],
             "low-rank pairs are incomplete or do not fit together": unpaired,
             "parameters differ in shape between blocks": _uneven(header, names) if kind == FULL else [],
@@ -115,6 +117,7 @@ def read_student(path: Path | str) -> Student:
         },
     )
     _check_dtypes(path, header, names)
+    _check_scales(path, header, names)
     config, method = settings_of(path, header.metadata)
     return Student(
         path=path,
@@ -168,6 +171,13 @@ def _shapes(header: Header, names: Mapping[str, Name]) -> tuple[dict[str, tuple[
         else:
             unpaired.append(target)
     return shapes, unpaired
+
+
+def _changed_twice(names: Mapping[str, Name]) -> list[str]:
+    """Parameters with a diff beside their low-rank pair, say, of which ComfyUI would apply one alone."""
+    ways = {(name.target, None if name.role in wan.LOW_RANK else name.role) for name in names.values()}
+    counts = Counter(target for target, _ in ways)
+    return sorted(target for target, count in counts.items() if count > 1)
 
 
 def width(shapes: Mapping[str, tuple[int, ...]]) -> int | None:
@@ -238,6 +248,10 @@ def _check_foreign(path: Path, keys: Sequence[str]) -> None:
 def _check_wan(path: Path, keys: Sequence[str], names: Mapping[str, Name]) -> None:
     """Names of Wan's parameters, and none that only another attention has."""
     other = wan.other_model(keys)
+    for adapter, pattern in wan.OTHER_ADAPTERS if other is None else ():
+        if found := [key for key in keys if pattern.search(key)]:
+            do = "Save it as a plain low-rank file or diff."
+            raise refusal(path, f"looks like an adapter of another kind, {adapter} ({some(found)})", do)
     if not names or (other is not None and 2 * len(names) < len(keys)):
         looks = f"looks like {other}" if other else f"has no key of a Wan model ({some(keys)})"
         raise refusal(path, looks, "Choose a file that was made for Wan2.1 or Wan2.2.")
@@ -276,6 +290,31 @@ def _check_dtypes(path: Path, header: Header, names: Mapping[str, Name]) -> None
             f"stores {len(bare)} weights as {header.tensors[bare[0]].dtype} and no scales ({some(bare)})",
             CHOOSE,
         )
+
+
+def _check_scales(path: Path, header: Header, names: Mapping[str, Name]) -> None:
+    """Scales that ComfyUI would use: it passes over unmarked ones, and fails on misshapen ones in a run."""
+    infos = {name.target: header.tensors[key] for key, name in names.items()}
+    unmarked, misshapen = [], []
+    for key, name in names.items():
+        module, _, leaf = name.target.rpartition(".")
+        if leaf not in wan.MARKS:
+            continue
+        mark = wan.MARKS[leaf].format(module)
+        if mark not in infos and QUANTISATION_METADATA not in header.metadata:
+            unmarked.append(key)
+        weight, scale = infos.get(f"{module}.weight"), header.tensors[key]
+        # Other formats have a scale for each group of numbers, as 8-bit numbers.
+        if weight is None or {weight.dtype, scale.dtype} - FLOATS or scale.dtype in FLOATS_OF_8_BITS:
+            continue
+        if math.prod(scale.shape) != 1 and scale.shape != weight.shape[:1]:
+            misshapen.append(key)
+    if unmarked:
+        what = f"stores {len(unmarked)} scales of weights, and no mark how to use them ({some(unmarked)})"
+        raise refusal(path, what, "Choose its bf16 or fp16 version, or the one that was made for ComfyUI.")
+    if misshapen:
+        what = f"stores {len(misshapen)} scales of weights, not one each or one a row ({some(misshapen)})"
+        raise refusal(path, what, "Choose its bf16 or fp16 version.")
 
 
 # ----------------------------------------------------------------------------------------------------------

@@ -178,6 +178,25 @@ def test_scaled_fp8_is_known(save: Save) -> None:
         assert (student.kind, student.dtype, student.dim) == (FULL, "F8_E4M3", 64)
 
 
+@pytest.mark.parametrize("leaf", ["scale_weight", "weight_scale"])
+def test_scales_that_nothing_marks_are_refused(save: Save, leaf: str) -> None:
+    """ComfyUI passes over them, and the picture is noise."""
+    text = refused(save(scaled(wan_model(), leaf)))
+    assert "stores 20 scales of weights, and no mark how to use them" in text
+    assert "made for ComfyUI" in text
+
+
+@pytest.mark.parametrize("shape", [(3,), (64, 1), (0,), (2, 32)])
+def test_scales_that_do_not_fit_their_weights_are_refused(save: Save, shape: tuple[int, ...]) -> None:
+    """ComfyUI fails on them in the middle of a run."""
+    mark = {"scaled_fp8": torch.zeros(0, dtype=torch.float8_e4m3fn)}
+    content = {**scaled(wan_model(), "scale_weight"), **mark}
+    for fits in ((), (1,), (1, 1), (64,)):
+        read_student(save({**content, "blocks.0.self_attn.q.scale_weight": torch.ones(fits)}))
+    text = refused(save({**content, "blocks.0.self_attn.q.scale_weight": torch.ones(shape)}))
+    assert "1 scales of weights, not one each or one a row (blocks.0.self_attn.q.scale_weight)" in text
+
+
 # ----------------------------------------------------------------------------------------------------------
 # Half-matching files and those of others
 
@@ -253,6 +272,35 @@ def test_an_alpha_is_one_number_of_any_kind(save: Save) -> None:
     whole = {f"{module}.alpha": torch.tensor(4) for module in ATTENTION}
     assert read_student(save({**pairs, **whole})).kind == LOW_RANK
     assert "do not fit together" in refused(save({**pairs, **whole, "blocks.0.self_attn.q.alpha": (4,)}))
+
+
+@pytest.mark.parametrize("ending", [".diff", ".set_weight", ".weight"])
+def test_a_parameter_that_is_changed_in_two_ways_is_refused(save: Save, ending: str) -> None:
+    """ComfyUI keeps one change of a parameter and drops the other without a word."""
+    pairs = low_rank(ATTENTION, ".lora_up.weight", ".lora_down.weight")
+    text = refused(save({**pairs, f"blocks.1.self_attn.k{ending}": (64, 64)}))
+    assert "1 parameters are changed in two ways (blocks.1.self_attn.k.weight)" in text
+
+
+@pytest.mark.parametrize(
+    ("leaf", "named"),
+    [
+        ("dora_scale", "DoRA"),
+        ("lora_magnitude_vector.weight", "DoRA"),
+        ("hada_w1_a", "LoHa"),
+        ("lokr_w2", "LoKr"),
+        ("oft_blocks", "OFT"),
+        ("lora_mid.weight", "a factor between the two"),
+        ("lora_up.bias", "biases"),
+    ],
+)
+@pytest.mark.parametrize("beside", [True, False])
+def test_adapters_of_other_kinds_are_refused_by_name(save: Save, leaf: str, named: str, beside: bool) -> None:
+    pairs = low_rank(ATTENTION, ".lora_up.weight", ".lora_down.weight") if beside else {}
+    text = refused(save({**pairs, f"blocks.0.self_attn.q.{leaf}": (64, 4)}))
+    assert "an adapter of another kind" in text
+    assert named in text
+    assert "plain low-rank file or diff" in text
 
 
 def test_a_file_without_tensors_is_refused(save: Save) -> None:

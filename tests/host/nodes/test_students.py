@@ -384,7 +384,34 @@ def test_a_model_that_comfyui_cannot_build_is_one_error(
 ) -> None:
     """Of a width below that of one head, ComfyUI makes a model of no heads."""
     text = refused(file(random_tensors(wan_model(text=4096, freq=256))))
-    assert "ComfyUI cannot build a model of its shapes" in text
+    assert "ComfyUI cannot build a model from it" in text
+
+
+@pytest.mark.parametrize(
+    ("metadata", "mark", "found"),
+    [
+        ('{"layers": []}', None, "damaged metadata, _quantization_metadata; expected a Wan student"),
+        ('{"layers": {"blocks.0.self_attn.q": 5}}', None, "ComfyUI cannot build a model from it"),
+        (None, b"[]", "ComfyUI cannot build a model from it"),
+    ],
+    ids=["table", "layer", "key"],
+)
+def test_a_damaged_mark_of_quantisation_is_one_error(
+    metadata: str | None,
+    mark: bytes | None,
+    found: str,
+    file: Callable[..., str],
+    refused: Callable[..., str],
+) -> None:
+    stored = scaled_fp8(distilled(), "comfy_quant")
+    for key in [key for key in stored if key.endswith(".comfy_quant")]:
+        if mark is None:
+            del stored[key]
+        else:
+            stored[key] = torch.tensor(list(mark), dtype=torch.uint8)
+    text = refused(file(stored, metadata=metadata and {"_quantization_metadata": metadata}))
+    assert found in text
+    assert text.count("expected") == 1
 
 
 def test_a_base_that_was_compiled_takes_a_student(

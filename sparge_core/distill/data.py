@@ -48,6 +48,11 @@ class Entry:
     shapes: Mapping[str, tuple[int, ...]]
     caption: str = ""
 
+    @property
+    def widths(self) -> dict[str, int]:
+        """Channels or width of each tensor: what must be equal for samples of one model."""
+        return {name: shape[0 if NAMES[name] == 4 else 1] for name, shape in sorted(self.shapes.items())}
+
     def to_json(self) -> dict[str, Any]:
         shapes = {name: list(shape) for name, shape in self.shapes.items()}
         entry = {"file": self.file, "bytes": self.bytes, "sha256": self.sha256, "shapes": shapes}
@@ -264,16 +269,11 @@ def check_alike(entries: Sequence[Entry]) -> None:
     """DistillError unless all samples are of one kind: the same tensors, channels and widths."""
     first = entries[0]
     for entry in entries[1:]:
-        if _kind(entry) != _kind(first):
+        if entry.widths != first.widths:
             raise DistillError(
-                f"{first.file} and {entry.file} are samples for different models: {_kind(first)} and "
-                f"{_kind(entry)}. Keep each kind in a folder of its own."
+                f"{first.file} and {entry.file} are samples for different models: {first.widths} and "
+                f"{entry.widths}. Keep each kind in a folder of its own."
             )
-
-
-def _kind(entry: Entry) -> dict[str, int]:
-    """Channels or width of each tensor."""
-    return {name: shape[0] if NAMES[name] == 4 else shape[1] for name, shape in sorted(entry.shapes.items())}
 
 
 def _write(path: Path, content: bytes) -> None:

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ..config import METADATA_PREFIX, SparseConfig
 from ..wan.convert import patch_name
-from ..wan.keys import SCHEMES, Role
-from ..wan.transformer import differences, read_config, transformer_folder
+from ..wan.keys import Role
+from ..wan.transformer import DIFFUSERS, differences, read_config, transformer_folder
 from . import DistillError, checkpoint
 from .loop import AVERAGE, WEIGHT
 from .options import LOW_RANK, TrainOptions, options_from
@@ -24,7 +24,6 @@ from .options import LOW_RANK, TrainOptions, options_from
 FULL_FILE, DIFF_FILE, LOW_RANK_FILE = "full", "diff", "low_rank"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 WEIGHTS = "diffusion_pytorch_model.safetensors"
-DIFFUSERS = next(scheme for scheme in SCHEMES if scheme.name == "diffusers")
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,10 @@ from ..attention import choose
 from ..geometry import BLOCK_Q
 from ..wan import LOW_RANK as LOW_RANK_FILE
 from ..wan import StudentError, check_base, read_student
-from ..wan.keys import SCHEMES, Role
-from ..wan.transformer import SparseSelfAttention, differences, load_transformer, read_config
+from ..wan.keys import Role
+from ..wan.transformer import DIFFUSERS, SparseSelfAttention, differences, load_transformer, read_config
 from . import DistillError
-from .data import NAMES, Dataset, Sample
+from .data import Dataset, Sample
 from .flow import INITIAL, MODEL_STEPS, generator
 from .options import FULL, SELF_ATTENTION, TrainOptions
 
@@ -28,7 +28,6 @@ log = logging.getLogger(__name__)
 
 ADAPTER = "default"  # peft's name for the only one
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-DIFFUSERS = next(scheme for scheme in SCHEMES if scheme.name == "diffusers")
 
 
 class Pair(Protocol):
@@ -322,8 +321,7 @@ def _check_samples(data: Dataset, model: Mapping[str, Any]) -> None:
         wanted["image_embedding"] = model["image_dim"]
     height, width = model["patch_size"][1:]
     for entry in data.entries:
-        found = {name: shape[0] if NAMES[name] == 4 else shape[1] for name, shape in entry.shapes.items()}
-        if found != wanted:
+        if (found := entry.widths) != wanted:
             raise DistillError(
                 f"The sample {entry.file} does not fit the base: its channels and widths are {found}, and "
                 f"the model takes {wanted}. Save samples from a run of the same kind of model."

@@ -16,7 +16,9 @@ from torch import Tensor, nn
 
 from ..attention import sparse_attention
 from ..config import SparseConfig
+from .keys import SCHEMES
 
+DIFFUSERS = next(scheme for scheme in SCHEMES if scheme.name == "diffusers")  # its parameters' names
 CLASS = "WanTransformer3DModel"
 # Of a model's config.json: what must be equal for two models to have the same parameters and inputs.
 SHAPE_FIELDS = (

@@ -115,8 +115,8 @@ def test_every_module_builds_for_every_architecture_and_a_second_time_at_once(tm
     out = tmp_path / "with a space"
     first = run_build("--out", str(out), "--compiler", "nvrtc", "-j", str(os.cpu_count()))
     assert first.returncode == 0, first.stdout + first.stderr
-    assert {path.name for path in out.glob("*.cubin")} == build._all_names()
-    assert len(build._all_names()) == 4 * (4 * 6 + 2), "four modules for every architecture, two for 9.0 alone"
+    assert {path.name for path in out.glob("*.cubin")} == build.file_names()
+    assert len(build.file_names()) == 4 * (4 * 6 + 2), "four modules for every architecture, two for 9.0 alone"
     assert all(cache.read(path) for path in out.glob("*.cubin"))
 
     stale = out / f"mask-bf16-d128-sm_80-{'0' * 16}.cubin"

@@ -200,6 +200,7 @@ BESIDE = ("vae.", "first_stage_model.", "text_encoders.", "cond_stage_model.", "
 
 UNDERSCORED = re.compile(r"lora_unet_+(.+)")
 UNDERSCORED_BLOCK = re.compile(r"((?:vace_)?blocks)_(\d+)_(.+)")
+BLOCK_START = re.compile(r"\b(?:vace_)?blocks\.\d")
 BLOCK_NAME = re.compile(r"((?:vace_)?blocks)\.(\d+)\.(.+)")
 
 
@@ -334,6 +335,14 @@ def best_scheme(keys: Collection[str]) -> tuple[Scheme, dict[str, Name]]:
         (scheme, {key: name for key in keys if (name := scheme.parse(key)) is not None}) for scheme in SCHEMES
     ]
     return max(read, key=lambda one: len(one[1]))
+
+
+def unknown_prefixes(keys: Iterable[str]) -> list[str]:
+    """What stands in front of Wan's names in `keys`, where nothing that is known does."""
+    split = [
+        (key[: block.start()], key[block.start() :]) for key in keys if (block := BLOCK_START.search(key))
+    ]
+    return sorted({prefix for prefix, name in split if any(scheme.parse(name) for scheme in SCHEMES)})
 
 
 def count_blocks(targets: Iterable[str], kind: str = "blocks") -> int:

@@ -252,6 +252,9 @@ def _check_wan(path: Path, keys: Sequence[str], names: Mapping[str, Name]) -> No
         if found := [key for key in keys if pattern.search(key)]:
             do = "Save it as a plain low-rank file or diff."
             raise refusal(path, f"looks like an adapter of another kind, {adapter} ({some(found)})", do)
+    if not names and (found := wan.unknown_prefixes(keys)):
+        looks = f"has Wan's names behind a prefix unknown here ({some(found)})"
+        raise refusal(path, looks, "Save one model of it without what is in front of `blocks`.")
     if not names or (other is not None and 2 * len(names) < len(keys)):
         looks = f"looks like {other}" if other else f"has no key of a Wan model ({some(keys)})"
         raise refusal(path, looks, "Choose a file that was made for Wan2.1 or Wan2.2.")

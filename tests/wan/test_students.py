@@ -59,6 +59,14 @@ def test_prefixed_full_models_are_known(save: Save, prefix: str) -> None:
     )
 
 
+@pytest.mark.parametrize("rename", [str, diffusers_name], ids=["wan", "diffusers"])
+def test_a_prefix_that_is_unknown_is_named(save: Save, rename: type[str]) -> None:
+    behind = [{f"{name}.model.{rename(key)}": (4,) for key in wan_model()} for name in ("generator", "ema")]
+    text = refused(save({**behind[0], **behind[1]}))
+    assert "has Wan's names behind a prefix unknown here (ema.model., generator.model.)" in text
+    assert "without what is in front of `blocks`" in text
+
+
 def test_wrapped_full_models_are_known(save: Save) -> None:
     wrapped = {
         key.replace(".self_attn", "._checkpoint_wrapped_module.self_attn._orig_mod"): shape

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -325,6 +326,18 @@ def test_the_node_says_what_it_loaded_and_which_sliders_to_set(
     assert first.startswith("student.safetensors: full model of Wan T2V")
     assert "set the SpargeAttention2 node to manual" in first
     assert second.endswith("The base is not used: the file is a full model.")
+
+
+def test_a_file_that_is_made_anew_is_loaded_anew(
+    file: Callable[..., str], student: ModuleType, base: Path
+) -> None:
+    """ComfyUI runs a node again when this value changes, and keeps its output when it does not."""
+    name = file({"blocks.0.norm3.diff": torch.ones(DIM)})
+    path = base / "models" / name
+    first = student.SpargeLoadStudent.fingerprint_inputs(name)
+    assert student.SpargeLoadStudent.fingerprint_inputs(name) == first
+    os.utime(path, (path.stat().st_atime, path.stat().st_mtime + 1))
+    assert student.SpargeLoadStudent.fingerprint_inputs(name) != first
 
 
 # ----------------------------------------------------------------------------------------------------------

@@ -1,4 +1,5 @@
-"""Writes workflows/*.json: the shipped graphs, in the front end's format, laid out to be read.
+"""Writes workflows/: the shipped graphs, in the front end's format, laid out to be read, and a picture of
+each.
 
     python scripts/host.py run scripts/make_workflows.py
 
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import thumbnail
 from host import ROOT, Server, cache_folder, setup
 from workflow import DYNAMIC_COMBO, inputs_of, is_widget
 
@@ -44,6 +46,19 @@ SIZES = {"480p": (832, 480), "720p": (1280, 720)}
 
 TITLE_HEIGHT, SLOT_HEIGHT, WIDGET_HEIGHT = 40, 22, 28  # of the front end's node boxes, in its pixels
 COLUMN, GAP = 400, 50
+
+# What the pictures say. The template browser shows what lies beside a pack's graph as .jpg.
+PICTURES = {
+    "wan21_t2v_1.3B_480p": ("Text to video", "Wan2.1 · 1.3B · 480p"),
+    "wan21_t2v_14B_480p": ("Text to video", "Wan2.1 · 14B · 480p"),
+    "wan21_t2v_14B_720p": ("Text to video", "Wan2.1 · 14B · 720p"),
+    "wan21_t2v_1.3B_480p_compare": ("Dense beside sparse", "Wan2.1 · 1.3B · 480p"),
+    "wan21_i2v_14B_480p": ("Image to video", "Wan2.1 · 14B · 480p"),
+    "wan21_i2v_14B_720p": ("Image to video", "Wan2.1 · 14B · 720p"),
+    "wan22_t2v_14B_480p": ("Text to video", "Wan2.2 · 14B, two experts · 480p"),
+    "wan21_tiny": ("Tiny video", "Random weights · seconds on a CPU"),
+    "wan21_tiny_compare": ("Tiny, dense beside sparse", "Random weights · seconds on a CPU"),
+}
 
 
 @dataclass(frozen=True)
@@ -240,6 +255,72 @@ def text_to_video(object_info: dict[str, Any], name: str, model_file: str, size:
     return graph.finished()
 
 
+@dataclass(frozen=True)
+class Start:
+    """What a run starts from; the model is as it was loaded."""
+
+    model: Output
+    vae: Output
+    latent: Output
+    positive: Output
+    negative: Output
+
+
+def _compare(graph: Graph, column: int, start: Start, steps: int, name: str, **settings: Any) -> None:
+    """Sample without and with the patch from one seed; show both in one video, and the report under it."""
+    (dense,) = graph.add("ModelSamplingSD3", column, model=start.model, shift=SHIFT)
+    (sparse,) = graph.add("SpargeAttention2Patch", column, model=dense, **settings)
+    samples = [
+        graph.add(
+            "KSampler",
+            column + 1,
+            title=f"KSampler, {title}",
+            model=model,
+            positive=start.positive,
+            negative=start.negative,
+            latent_image=start.latent,
+            steps=steps,
+            cfg=CFG,
+            sampler_name=SAMPLER,
+            scheduler=SCHEDULER,
+        )[0]
+        for title, model in (("dense", dense), ("sparse", sparse))
+    ]
+    left, right = (graph.add("VAEDecode", column + 1, samples=latent, vae=start.vae)[0] for latent in samples)
+    (both,) = graph.add("ImageStitch", column + 2, image1=left, image2=right, direction="right")
+    (video,) = graph.add("CreateVideo", column + 2, images=both, fps=FPS)
+    graph.add("SaveVideo", column + 2, video=video, filename_prefix=f"video/{name}")
+    graph.add("SpargeSparsityReport", column + 2, model=sparse, latent=samples[1])
+
+
+def _compare_note(graph: Graph, column: int) -> None:
+    paragraphs = (
+        "One model, prompt and seed, twice: **dense on the left, sparse on the right** in one video, and "
+        "under it the report of the sparse run.",
+        "To try another setting, change it on **SpargeAttention2** and run again: ComfyUI keeps the dense "
+        "half, so only the sparse half is computed. Give a new seed to both samplers.",
+    )
+    graph.note(column, "Dense beside sparse", "\n\n".join(paragraphs), lines=12)
+
+
+def compare_text_to_video(
+    object_info: dict[str, Any], name: str, model_file: str, size: str
+) -> dict[str, Any]:
+    graph, (width, height) = Graph(object_info), SIZES[size]
+    encoder, vae_file = "umt5_xxl_fp8_e4m3fn_scaled.safetensors", "wan_2.1_vae.safetensors"
+    files = [(model_file, "diffusion_models"), (encoder, "text_encoders"), (vae_file, "vae")]
+    _compare_note(graph, 0)
+    _files_note(graph, 0, files, _tokens(width, height, FRAMES))
+    (model,) = graph.add("UNETLoader", 1, unet_name=model_file)
+    (clip,) = graph.add("CLIPLoader", 1, clip_name=encoder, type="wan")
+    (vae,) = graph.add("VAELoader", 1, vae_name=vae_file)
+    (latent,) = graph.add("EmptyHunyuanLatentVideo", 1, width=width, height=height, length=FRAMES)
+    (positive,) = graph.add("CLIPTextEncode", 2, title="Prompt", clip=clip, text=PROMPT)
+    (negative,) = graph.add("CLIPTextEncode", 2, title="Negative prompt", clip=clip, text=NEGATIVE)
+    _compare(graph, 2, Start(model, vae, latent, positive, negative), 30, name)
+    return graph.finished()
+
+
 def image_to_video(object_info: dict[str, Any], name: str, model_file: str, size: str) -> dict[str, Any]:
     graph, (width, height) = Graph(object_info), SIZES[size]
     encoder, vae_file = "umt5_xxl_fp8_e4m3fn_scaled.safetensors", "wan_2.1_vae.safetensors"
@@ -333,43 +414,58 @@ def two_experts(object_info: dict[str, Any], name: str, model_file: str, size: s
     return graph.finished()
 
 
-def tiny(object_info: dict[str, Any], name: str) -> dict[str, Any]:
-    """The graph of `make demo`: seconds on a CPU, no text encoder, and the latent saved for comparison."""
-    graph = Graph(object_info)
+def _tiny_start(graph: Graph) -> Start:
+    """The note and loaders of the graphs that run on a CPU, in the first three columns."""
     width, height, frames = 272, 272, 17
     paragraphs = (
-        "Runs anywhere, in seconds, on a CPU too: `make demo` in the pack's folder makes the files and runs "
-        "this graph, dense and sparse. The weights are random, so the video is noise; the graph, the shapes "
-        f"and the attention are the real ones ({_tokens(width, height, frames)} tokens).",
+        "Runs anywhere, in seconds, on a CPU too. The weights are random, so the video is noise; the graph, "
+        f"the shapes and the attention are the real ones ({_tokens(width, height, frames)} tokens).",
         "- `tiny_wan21_t2v.safetensors` → `models/diffusion_models/`\n"
         "- `tiny_wan21_vae.safetensors` → `models/vae/`\n"
         "- `tiny_wan21/` → `datasets/`: a text embedding, in place of a text encoder of 7 GB",
-        "`python scripts/host.py run scripts/tiny_models.py FOLDER` writes them into the ComfyUI in FOLDER.",
+        "In the pack's folder, `python scripts/host.py run scripts/tiny_models.py FOLDER` writes them into "
+        "the ComfyUI in FOLDER; `make demo` does so in one of its own, and runs the tiny workflow dense and "
+        "sparse.",
     )
-    graph.note(0, "Tiny Wan2.1", "\n\n".join(paragraphs), lines=17)
+    graph.note(0, "Tiny Wan2.1", "\n\n".join(paragraphs), lines=18)
     (model,) = graph.add("UNETLoader", 1, unet_name="tiny_wan21_t2v.safetensors")
     (vae,) = graph.add("VAELoader", 1, vae_name="tiny_wan21_vae.safetensors")
     _, positive = graph.add("LoadTrainingDataset", 1, title="Text embedding", folder_name="tiny_wan21")
     (latent,) = graph.add("EmptyHunyuanLatentVideo", 1, width=width, height=height, length=frames)
+    (negative,) = graph.add("ConditioningZeroOut", 2, conditioning=positive)
+    return Start(model, vae, latent, positive, negative)
+
+
+def tiny(object_info: dict[str, Any], name: str) -> dict[str, Any]:
+    """The graph of `make demo`: seconds on a CPU, no text encoder, and the latent saved for comparison."""
+    graph = Graph(object_info)
+    start = _tiny_start(graph)
     (sparse,) = graph.add(
-        "SpargeAttention2Patch", 2, model=model, settings="manual", sparsity=0.5, min_tokens=0
+        "SpargeAttention2Patch", 2, model=start.model, settings="manual", sparsity=0.5, min_tokens=0
     )
     (shifted,) = graph.add("ModelSamplingSD3", 2, model=sparse, shift=SHIFT)
-    (negative,) = graph.add("ConditioningZeroOut", 2, conditioning=positive)
     (sampled,) = graph.add(
         "KSampler",
         3,
         model=shifted,
-        positive=positive,
-        negative=negative,
-        latent_image=latent,
+        positive=start.positive,
+        negative=start.negative,
+        latent_image=start.latent,
         steps=4,
         cfg=CFG,
         sampler_name=SAMPLER,
         scheduler=SCHEDULER,
     )
     graph.add("SaveLatent", 3, samples=sampled, filename_prefix=f"latents/{name}")
-    _finish(graph, 3, sampled, shifted, vae, name, FPS)
+    _finish(graph, 3, sampled, shifted, start.vae, name, FPS)
+    return graph.finished()
+
+
+def compare_tiny(object_info: dict[str, Any], name: str) -> dict[str, Any]:
+    graph = Graph(object_info)
+    _compare_note(graph, 0)
+    start = _tiny_start(graph)
+    _compare(graph, 2, start, 4, name, settings="manual", sparsity=0.5, min_tokens=0)
     return graph.finished()
 
 
@@ -382,6 +478,8 @@ def all_workflows(object_info: dict[str, Any]) -> dict[str, str]:
         ("wan21_t2v_14B_720p", "wan2.1_t2v_14B_fp8_scaled.safetensors"),
     ):
         graphs[name] = text_to_video(object_info, name, model, name.split("_")[-1])
+    name = "wan21_t2v_1.3B_480p_compare"
+    graphs[name] = compare_text_to_video(object_info, name, "wan2.1_t2v_1.3B_fp16.safetensors", "480p")
     for size in SIZES:
         name = f"wan21_i2v_14B_{size}"
         graphs[name] = image_to_video(
@@ -391,6 +489,7 @@ def all_workflows(object_info: dict[str, Any]) -> dict[str, str]:
         object_info, "wan22_t2v_14B_480p", "wan2.2_t2v_{}_14B_fp8_scaled.safetensors", "480p"
     )
     graphs["wan21_tiny"] = tiny(object_info, "wan21_tiny")
+    graphs["wan21_tiny_compare"] = compare_tiny(object_info, "wan21_tiny_compare")
     return {
         f"{name}.json": json.dumps(graph, indent=1, ensure_ascii=False) + "\n"
         for name, graph in graphs.items()
@@ -401,8 +500,10 @@ def main(folder: Path) -> None:
     with Server(setup(), cache_folder() / "base") as server:
         workflows = all_workflows(server.object_info())
     for name, content in workflows.items():
-        (folder / name).write_text(content, encoding="utf-8", newline="\n")
-        print(folder / name)
+        file = folder / name
+        file.write_text(content, encoding="utf-8", newline="\n")
+        thumbnail.draw(json.loads(content), *PICTURES[file.stem]).save(file.with_suffix(".jpg"), quality=85)
+        print(file)
 
 
 if __name__ == "__main__":

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import json
 import urllib.error
+import urllib.request
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
 
+import thumbnail
 from host import PACK_NAME, ROOT, Server
-from make_workflows import FOLDERS, SOURCE, all_workflows
+from make_workflows import FOLDERS, PICTURES, SOURCE, all_workflows
 from workflow import load, to_api
 
 WORKFLOWS = sorted((ROOT / "workflows").glob("*.json"))
@@ -58,3 +63,37 @@ def test_the_template_browser_lists_and_serves_them(server: Server) -> None:
     assert sorted(server.get("/workflow_templates")[PACK_NAME]) == [file.stem for file in WORKFLOWS]
     for file in WORKFLOWS:
         assert server.get(f"/api/workflow_templates/{PACK_NAME}/{file.name}") == load(file)
+
+
+@pytest.mark.parametrize("file", WORKFLOWS, ids=lambda file: file.stem)
+def test_the_template_browser_gets_a_picture_of_the_graph(server: Server, file: Path) -> None:
+    address = f"{server.url}/api/workflow_templates/{PACK_NAME}/{file.stem}.jpg"
+    with urllib.request.urlopen(address) as answer:
+        served = np.asarray(Image.open(io.BytesIO(answer.read())), np.float32)
+    drawn = np.asarray(thumbnail.draw(load(file), *PICTURES[file.stem]), np.float32)
+    # Of 255 levels JPEG loses 1.2 at most; another node makes 2 or more, another word 1.7.
+    assert np.abs(served - drawn).mean() < 1.5
+
+
+@pytest.mark.slow
+def test_the_comparison_shows_dense_beside_sparse_of_one_seed(
+    server: Server, object_info: dict[str, Any]
+) -> None:
+    prompt = to_api(load(ROOT / "workflows" / "wan21_tiny_compare.json"), object_info)
+    (stitch,) = (key for key, node in prompt.items() if node["class_type"] == "ImageStitch")
+    (patch,) = (node for node in prompt.values() if node["class_type"] == "SpargeAttention2Patch")
+    saved = {"images": [stitch, 0], "filename_prefix": "compare"}
+    prompt["frames"] = {"class_type": "SaveImage", "inputs": saved}
+
+    def halves(**settings: float) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        patch["inputs"].update(settings)
+        file = server.run(prompt)["frames"]["images"][-1]
+        frame = np.asarray(Image.open(io.BytesIO(server.fetch(file))), np.float32)
+        assert frame.shape == (272, 2 * 272, 3)
+        return frame[:, :272], frame[:, 272:]
+
+    dense, sparse = halves(sparsity=0.9)
+    again, keep_all = halves(sparsity=0.0, top_k=1.0, top_p=1.0)
+    assert np.array_equal(dense, again)
+    assert np.abs(dense - keep_all).max() <= 1
+    assert np.abs(dense - sparse).mean() > 1

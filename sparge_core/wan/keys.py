@@ -215,6 +215,9 @@ class Role(Enum):
     ALPHA = ".alpha"
 
 
+# What names of parameters end in, by which they differ from names of modules where no table has them.
+PARAMETERS = frozenset({*AFFINE, "modulation", "emb_pos", "weights", "padding_tokens", "kernel"})
+
 LOW_RANK = frozenset({Role.UP, Role.DOWN, Role.ALPHA})
 
 # How a name ends, what that makes of it, and the parameter that is meant when the rest names a module.
@@ -277,7 +280,8 @@ class Scheme:
         if underscored := UNDERSCORED.fullmatch(path):
             path = self._dotted(underscored[1])
         # "blocks.0.ffn.0.diff" names a module, "blocks.0.modulation.diff" the parameter itself.
-        target = (self._parameter(f"{path}.{leaf}") if leaf else None) or self._parameter(path)
+        of_module = bool(leaf) and path.rpartition(".")[2] not in PARAMETERS
+        target = (self._parameter(f"{path}.{leaf}") if of_module else None) or self._parameter(path)
         return None if target is None else Name(target, role)
 
     def _parameter(self, path: str) -> str | None:

@@ -164,6 +164,21 @@ def test_a_diff_on_its_base_equals_the_full_model(
     assert torch.equal(sample(on), before)
 
 
+@pytest.mark.parametrize("kind", ["vace", "camera", "s2v", "humo_1.7B", "scail2", "wandancer"])
+def test_a_diff_reaches_every_parameter_of_a_family(
+    kind: str, file: Callable[..., str], load_student: Loader, load: Loader
+) -> None:
+    base, full = makers.random_dit(kind, heads=HEADS, layers=LAYERS), distilled(kind)
+    names = {key: key.removesuffix(".weight") for key in base}  # as files are written
+    diffs = {f"{name}.diff": full[key].float() - base[key].float() for key, name in names.items()}
+    student = load_student(file(diffs), load(kind))
+    student.patch_model()
+    weights = student.model.diffusion_model.state_dict()
+    torch.testing.assert_close(
+        {key: weights[key] for key in full}, {key: full[key].float() for key in full}, rtol=0, atol=2e-3
+    )
+
+
 def test_whole_parameters_are_set(
     file: Callable[..., str], load_student: Loader, load: Loader, sample: Sample
 ) -> None:

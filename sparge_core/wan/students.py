@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..config import SparseConfig
+from ..config import METADATA_PREFIX, SparseConfig
 from . import keys as wan
 from .header import AGAIN, CHOOSE, Header, read_header, refusal
 from .keys import Name, Role, Size
@@ -22,6 +22,7 @@ from .settings import lacking, peft_alpha, settings_of
 
 FULL, DIFF, LOW_RANK = "full model", "diff", "low-rank file"
 
+BASE_METADATA = f"{METADATA_PREFIX}base_model"
 QUANTISATION_METADATA = "_quantization_metadata"  # ComfyUI's: JSON with a table of quantised layers, by name
 FLOATS_OF_8_BITS = frozenset({"F8_E4M3", "F8_E5M2"})
 FLOATS = frozenset({"F64", "F32", "F16", "BF16"}) | FLOATS_OF_8_BITS
@@ -68,7 +69,11 @@ class Student:
 
     @property
     def advice(self) -> str:
-        """What to know of its settings, in a sentence or two."""
+        """What to know of its base and its settings, in a few sentences."""
+        base = self.metadata.get(BASE_METADATA)
+        return f"It was distilled from {base}. {self._of_settings()}" if base else self._of_settings()
+
+    def _of_settings(self) -> str:
         if self.config is not None:
             of = f" of {self.method}" if self.method else ""
             return f"Its settings{of}: {_settings(self.config)}. The SpargeAttention2 node uses them on auto."

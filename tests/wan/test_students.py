@@ -15,6 +15,7 @@ from sparge_core.wan import DIFF, FULL, LOW_RANK, StudentError, read_student
 from .conftest import Save
 from .files import Shapes, diffusers_name, image_model, low_rank, vace_model, wan_model, write_hollow
 
+BASE = "sparge_attention2.base_model"
 OURS = SparseConfig(top_k=0.04, top_p=0.25)
 ATTENTION = {f"blocks.{i}.self_attn.{name}": (64, 64) for i in range(2) for name in "qkvo"}
 
@@ -377,7 +378,8 @@ def test_integer_weights_without_scales_are_refused(save: Save, dtype: torch.dty
 
 
 def test_settings_in_the_file_come_along(save: Save) -> None:
-    student = read_student(save(wan_model(), metadata=OURS.to_metadata()))
+    student = read_student(save(wan_model(), metadata={**OURS.to_metadata(), BASE: "Wan2.2 high noise"}))
+    assert student.advice.startswith("It was distilled from Wan2.2 high noise. ")
     assert student.config == OURS
     assert "top_k 0.04, top_p 0.25" in student.advice
     assert "auto" in student.advice

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sparge_core.distill.cli import start_processes
@@ -128,28 +127,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     facts = machine(device, args.commit)
     print(", ".join(facts.values()), flush=True)
     rows: list[TrainRow] = []
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            place = Path(folder)
-            common = {
-                "base": make_base(place / "base", config, device),
-                "data": make_data(place / "data", latent, int(config["text_dim"])),
-                **{"out": place / "out", "parameters": ALL, "top_k": 0.0, "sparsity": args.sparsity},
-                **{"batch": 1, "steps": 10**6, "save_every": 10**6, "held_out": 0, "learning_rate": 1e-6},
-                "dtype": "bf16" if device.type == "cuda" else "fp32",
-            }
-            for student in args.students:
-                for row in measure(options_from({**common, "student": student}), device, args.steps):
-                    rows.append(row)
-                    print(line(row), flush=True)
-                    if args.out:  # each time: the run may be cut off
-                        content = {"machine": facts, "model": config, "latent": latent}
-                        content["rows"] = [asdict(one) for one in rows]
-                        args.out.parent.mkdir(parents=True, exist_ok=True)
-                        args.out.write_text(json.dumps(content, indent=1), encoding="utf-8")
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder)
+        common = {
+            "base": make_base(place / "base", config, device),
+            "data": make_data(place / "data", latent, int(config["text_dim"])),
+            **{"out": place / "out", "parameters": ALL, "top_k": 0.0, "sparsity": args.sparsity},
+            **{"batch": 1, "steps": 10**6, "save_every": 10**6, "held_out": 0, "learning_rate": 1e-6},
+            "dtype": "bf16" if device.type == "cuda" else "fp32",
+        }
+        for student in args.students:
+            for row in measure(options_from({**common, "student": student}), device, args.steps):
+                rows.append(row)
+                print(line(row), flush=True)
+                if args.out:  # each time: the run may be cut off
+                    content = {"machine": facts, "model": config, "latent": latent}
+                    content["rows"] = [asdict(one) for one in rows]
+                    args.out.parent.mkdir(parents=True, exist_ok=True)
+                    args.out.write_text(json.dumps(content, indent=1), encoding="utf-8")
     return 0
 
 

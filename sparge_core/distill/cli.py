@@ -268,18 +268,15 @@ def need_packages(*names: str) -> None:
 
 
 def start_processes(device: str) -> tuple[torch.device, int]:
-    """This process's device and rank; joins the others where torchrun started several."""
-    place, backend = _device(device), "gloo"
-    kind = place.type
-    if kind == "cuda":
-        place, backend = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0"))), "cpu:gloo,cuda:nccl"
+    """This process's device and rank; joins the others where torchrun started them."""
+    place = _device(device)
+    if "WORLD_SIZE" not in os.environ:
+        return place, 0
+    if place.type == "cuda":
+        place = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(place)
-    if "WORLD_SIZE" in os.environ:
-        dist.init_process_group(backend)
-        return place, dist.get_rank()
-    if kind == "cuda" and dist.is_nccl_available():  # which it is not on Windows; one process can do without
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    return place, 0
+    dist.init_process_group("cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo")
+    return place, dist.get_rank()
 
 
 def _be_deterministic() -> None:

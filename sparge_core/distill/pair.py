@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -152,6 +153,7 @@ def add_factors(model: nn.Module, options: TrainOptions) -> None:
     New ones are drawn from the run's seed, so that every process has the same.
     """
     from peft import LoraConfig
+    from peft.tuners.tuners_utils import BaseTunerLayer
 
     names = [
         name
@@ -163,6 +165,9 @@ def add_factors(model: nn.Module, options: TrainOptions) -> None:
     alpha: Any = options.alpha  # a float serves, whatever peft's hint says
     settings = LoraConfig(r=options.rank, lora_alpha=alpha, target_modules=names)
     model.add_adapter(settings, ADAPTER)  # type: ignore[operator]
+    layers: list[Any] = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    for layer in layers:
+        layer.cast_input_dtype_enabled = False  # autocast and FSDP2 see to dtypes, without fp32 copies of x
     given = None if options.adapter is None else read_factors(options.adapter, options)
     position = 0
     for name, weight in model.named_parameters():
@@ -249,11 +254,11 @@ def linear_names(shapes: Mapping[str, tuple[int, ...]], parameters: str) -> list
 
 
 def _place(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """`model` on the device; in a process group sharded by FSDP2, one block at a time.
-
-    FSDP2 also keeps fp32 master weights and computes with copies in `dtype`, which serves a group of one too.
-    """
+    """`model` on the device, to compute in `dtype`; in a process group sharded by FSDP2, block by block."""
     if not dist.is_initialized():
+        for module in model.modules():
+            if isinstance(module, nn.RMSNorm):
+                module.forward = partial(_normalise, module)  # type: ignore[method-assign]
         return model.to(device)
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -264,6 +269,12 @@ def _place(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Mod
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     return model.to(device)
+
+
+def _normalise(norm: nn.RMSNorm, x: Tensor) -> Tensor:
+    """The norm in x's dtype: autocast leaves its weight in fp32, for which torch has no fused kernel."""
+    weight = None if norm.weight is None else norm.weight.to(x.dtype)
+    return nn.functional.rms_norm(x, norm.normalized_shape, weight, norm.eps)
 
 
 def check_fit(options: TrainOptions, data: Dataset) -> None:

@@ -147,3 +147,16 @@ def test_bf16_computes_close_to_fp32(kind: dict[str, Any]) -> None:
         rounded, teacher = velocities(*make_pair(kind, student=student, dtype="bf16"))
         assert rounded.dtype == teacher.dtype == torch.bfloat16
         assert (rounded.float() - exact).norm() < 0.03 * exact.norm()
+
+
+@pytest.mark.parametrize("student", ["low_rank", "full"])
+def test_norms_compute_in_the_dtype_of_what_they_are_given(student: str, values: dict[str, Any]) -> None:
+    """With an fp32 weight torch has no fused kernel for them and answers in fp32."""
+    pair, _, _ = make_pair(values, student=student, dtype="bf16")
+    for name, module in pair._model.named_modules():
+        if isinstance(module, torch.nn.RMSNorm):
+            x = torch.randn(2, *module.normalized_shape).bfloat16()
+            assert module(x).dtype == torch.bfloat16, name
+            torch.testing.assert_close(
+                module(x).float(), type(module).forward(module, x).float(), rtol=0.02, atol=0.02
+            )

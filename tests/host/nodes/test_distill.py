@@ -196,7 +196,7 @@ def test_a_distilled_student_loads_and_has_the_velocity_that_was_trained(
         close(pair)
 
     monkeypatch.setattr(core.training.ComfyPair, "close", spy)
-    model, file, image = distill()
+    model, file, image = distill(learning_rate=0.1)
     assert file == "loras/tiny.safetensors"
     assert (output / file).is_file()
     assert (output / "distillation" / "runs" / "tiny" / "log.jsonl").is_file()
@@ -204,7 +204,8 @@ def test_a_distilled_student_loads_and_has_the_velocity_that_was_trained(
     assert 0 <= float(image.min()) < float(image.max()) <= 1
     given = velocity(patch(model, settings="auto"), x, 0.5, words)
     torch.testing.assert_close(given, trained[0], rtol=0, atol=1e-2 * float(given.abs().max()))  # a bf16 file
-    assert not torch.allclose(given, velocity(teacher, x, 0.5, words), atol=0.03)
+    untrained = velocity(patch(teacher), x, 0.5, words)
+    assert not torch.allclose(given, untrained, rtol=0, atol=2e-2 * float(given.abs().max()))
 
 
 def test_training_brings_the_velocity_closer(distill: Callable[..., Any], output: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from demo import PATCH, REPORT, WORKFLOW, node_of, without_video
-from host import Server
+from host import ROOT, Server
 from sparge_core import SparseConfig
 from workflow import load, to_api
 
@@ -35,7 +35,7 @@ def students(server: Server) -> dict[str, str]:
 
 def graph(server: Server, students: dict[str, str]) -> dict[str, Any]:
     """The tiny workflow with a loader, a patch, a sampler and a report for each expert."""
-    prompt = without_video(to_api(load(WORKFLOW), server.object_info()))
+    prompt = without_video(to_api(load(ROOT / WORKFLOW), server.object_info()))
     prompt[node_of(prompt, "EmptyHunyuanLatentVideo")]["inputs"].update(width=128, height=128, length=9)
     chain = {
         name: node_of(prompt, name) for name in ("UNETLoader", PATCH, "ModelSamplingSD3", "KSampler", REPORT)

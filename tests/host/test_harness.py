@@ -13,7 +13,7 @@ import pytest
 from packaging.specifiers import SpecifierSet
 
 import demo
-from host import PACK_NAME, Host, HostError, Server
+from host import PACK_NAME, ROOT, Host, HostError, Server
 from workflow import load, to_api
 
 if sys.version_info >= (3, 11):
@@ -25,7 +25,7 @@ else:
 @pytest.fixture(scope="module")
 def prompt(server: Server) -> dict[str, Any]:
     """The tiny workflow without a video and its report, and with the smallest latent that fits."""
-    graph = demo.without_video(to_api(load(demo.WORKFLOW), server.object_info()))
+    graph = demo.without_video(to_api(load(ROOT / demo.WORKFLOW), server.object_info()))
     del graph[demo.node_of(graph, demo.REPORT)]
     graph[demo.node_of(graph, "EmptyHunyuanLatentVideo")]["inputs"].update(width=64, height=64, length=9)
     return graph

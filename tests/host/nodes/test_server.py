@@ -22,7 +22,7 @@ START_SECONDS = 60
 @pytest.fixture(scope="module")
 def tiny(server: Server) -> Prompt:
     """The tiny workflow at 128 × 128 × 9 in two steps; its sampler has an input of no effect, for `again`."""
-    prompt = without_video(to_api(load(WORKFLOW), server.object_info()))
+    prompt = without_video(to_api(load(ROOT / WORKFLOW), server.object_info()))
     prompt[node_of(prompt, "EmptyHunyuanLatentVideo")]["inputs"].update(width=128, height=128, length=9)
     sampler = prompt[node_of(prompt, "KSampler")]
     links = {name: sampler["inputs"][name] for name in ("model", "positive", "negative", "latent_image")}

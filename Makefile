@@ -10,7 +10,7 @@ demo:  ## a tiny Wan2.1, dense and sparse in the real ComfyUI: videos, report pi
 	$(RUN) scripts/demo.py
 
 test: lint  ## everything that needs no GPU; a file's tests share a process, and with it a ComfyUI
-	$(RUN) -m pytest -m "not gpu" -n auto --maxprocesses 4 --dist loadfile $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -m "not gpu" -n auto --maxprocesses 4 --dist loadfile $(PYTEST_ARGS)
 
 lint:  ## nodes/ is checked under the name of a pack, as its relative imports need one
 	$(RUN) -m ruff check .

@@ -48,6 +48,10 @@ def _head(machine: Mapping[str, str]) -> str:
     )
 
 
+def _made(machine: Mapping[str, str]) -> str:
+    return f"{machine['gpu']}, torch {machine['torch']}, commit {machine['commit']}, {machine['date']}"
+
+
 def _by_sparsity(rows: Rows) -> str:
     totals = [row for row in rows if row["part"] == "total" and row["pattern"] == "uniform"]
     ours = [row for row in totals if row["method"] == "ours" and row["sparsity"] > 0]
@@ -101,7 +105,7 @@ def step_text(data: Mapping[str, Any]) -> str:
     head = ["one denoising step", "attention", "step", "self-attention", "linear layers", "rest", "faster"]
     return (
         "ComfyUI's own Wan2.1 code at full size with random weights, one step of batch 1, in milliseconds "
-        f"(commit {data['machine']['commit']}, {data['machine']['date']}):\n\n{_markdown(head, lines)}"
+        f"({_made(data['machine'])}):\n\n{_markdown(head, lines)}"
     )
 
 
@@ -119,10 +123,7 @@ def gradients_text(data: Mapping[str, Any]) -> str:
             kind = f"{name}, {sparsity:.0%} sparse" if sparsity else name
             lines.append([shape, kind, *map(_milliseconds, of_method)])
     head = ["one layer's self-attention", "", "forward", "backward", "forward + backward"]
-    return (
-        "Training, mask included, in milliseconds "
-        f"(commit {data['machine']['commit']}, {data['machine']['date']}):\n\n{_markdown(head, lines)}"
-    )
+    return f"Training, mask included, in milliseconds ({_made(data['machine'])}):\n\n{_markdown(head, lines)}"
 
 
 def start_text(data: Mapping[str, Any]) -> str:
@@ -131,7 +132,7 @@ def start_text(data: Mapping[str, Any]) -> str:
     return (
         f"The first attention call of a process takes {seconds['empty']:.1f} s the first time, when the "
         f"kernels are compiled for the GPU, and {seconds['filled']:.2f} s from then on "
-        f"(commit {data['machine']['commit']}, {data['machine']['date']})."
+        f"({_made(data['machine'])})."
     )
 
 

@@ -116,6 +116,7 @@ def read_student(path: Path | str) -> Student:
             "keys name a parameter for a second time": [key for key in names if meanings[names[key]] > 1],
             "parameters are changed in two ways": _changed_twice(names),
             "parameters are missing": wan.missing_parameters(targets) if kind == FULL else [],
+            "blocks are missing": _missing_blocks(dim, layers) if kind == FULL else [],
             "low-rank pairs are incomplete or do not fit together": unpaired,
             "parameters differ in shape between blocks": _uneven(header, names) if kind == FULL else [],
             "parameters are not of its width": _misfits(header, names, dim) if kind == FULL else [],
@@ -342,6 +343,12 @@ def size_name(dim: int | None, layers: int) -> str:
 
 def _size(dim: int | None) -> Size | None:
     return next((size for size in wan.SIZES if size.dim == dim), None)
+
+
+def _missing_blocks(dim: int | None, layers: int) -> list[str]:
+    """Blocks behind the last one of a full model, which ComfyUI would take for a smaller model without."""
+    size = _size(dim)
+    return [f"blocks.{block}" for block in range(layers, size.layers)] if size is not None else []
 
 
 def _title(kind: str, dim: int | None, layers: int, model_type: str | None) -> str:

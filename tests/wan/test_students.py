@@ -385,6 +385,14 @@ def test_settings_in_the_file_come_along(save: Save) -> None:
     assert "auto" in student.advice
 
 
+def test_a_full_model_without_its_last_blocks_is_no_smaller_model(tmp_path: Path) -> None:
+    path = tmp_path / "half.safetensors"
+    write_hollow(path, wan_model(dim=1536, ffn=8960, layers=28), "BF16", 2)
+    text = refused(path)
+    assert "2 blocks are missing" in text
+    assert "blocks.28" in text
+
+
 @pytest.mark.parametrize(("dim", "layers", "top_p"), [(1536, 30, "0.2"), (5120, 40, "0.16")])
 def test_without_settings_the_methods_own_for_that_size_are_named(
     tmp_path: Path, dim: int, layers: int, top_p: str

@@ -285,7 +285,7 @@ class RunStatistics:
             self._size[cell] += norm
 
         slot = self._journal(dense.device).room(2, read).view(torch.float32)
-        slot.copy_(_absolute_sums(sparse, dense))
+        slot.copy_(absolute_sums(sparse, dense))
 
     def record_dense(
         self, layer: str, step: int, reason: str, timer: Timer | None = None, size: Any = None
@@ -412,7 +412,7 @@ class RunStatistics:
         }
 
 
-def _absolute_sums(sparse: Tensor, dense: Tensor) -> Tensor:
+def absolute_sums(sparse: Tensor, dense: Tensor) -> Tensor:
     """float32 (2,): sums of |sparse - dense| and of |dense|."""
     rows = max(1, COMPARED_VALUES // max(1, dense.numel() // dense.shape[1]))
     sums = torch.zeros(2, device=dense.device)

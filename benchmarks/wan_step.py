@@ -39,6 +39,7 @@ PATCH = (1, 2, 2)
 LONG_STEP = 5.0  # seconds; steps beyond it are not repeated: they vary by far less than they cost
 ROOT = Path(__file__).resolve().parent.parent
 PACK = "sparge_attention2_pack"
+FORWARD_KERNELS, ROTATION_KERNELS = "forward_", "norm_rope_"  # the product's that make no mask
 SDPA_KERNELS = r"flash|fmha|sdpa|attention"
 LINEAR_KERNELS = r"gemm|nvjet|cutlass|cublas|xmma|splitk|addmm"
 
@@ -197,22 +198,24 @@ def measure(step: Step, model: Model, steps: int, device: torch.device, compiled
 def kinds(events: Any, layers: int, cuda: bool) -> tuple[float, float]:
     """Milliseconds of a step's self-attention (mask included) and linear kernels."""
     ours = our_kernels()
-    sparse = linear = 0.0
-    dense = []
+    mask = linear = 0.0
+    attention: list[float] = []
     for event in events:
         if event.device_type != (DeviceType.CUDA if cuda else DeviceType.CPU):
             continue
         if event.name.startswith("triton_"):
             continue  # fused by the compiler, and named after all that they stand beside
         ms = event.time_range.elapsed_us() / 1e3
-        if event.name in ours:
-            sparse += ms
+        if event.name in ours and event.name.startswith(FORWARD_KERNELS):
+            attention.append(ms)
+        elif event.name in ours and not event.name.startswith(ROTATION_KERNELS):
+            mask += ms
         elif re.search(SDPA_KERNELS, event.name, re.IGNORECASE):
-            dense.append(ms)
+            attention.append(ms)
         elif re.search(LINEAR_KERNELS, event.name, re.IGNORECASE):
             linear += ms
     # Text cross-attention runs the same kernels over 512 keys: the longest ones are the self-attention.
-    return sparse or sum(sorted(dense)[-layers:]), linear
+    return mask + sum(sorted(attention)[-layers:]), linear
 
 
 def our_kernels() -> set[str]:

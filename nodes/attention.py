@@ -43,6 +43,11 @@ class Settings:
     source: str
     student: bool
 
+    @property
+    def may_use_cuda(self) -> bool:
+        """Whether our kernels may run what stays dense, too: another back end was not asked for."""
+        return self.backend in ("auto", "cuda")
+
     def describe(self) -> str:
         config, policy = self.config, self.policy
         rule = f"sparsity {config.sparsity:g}" if config.sparsity else f"top_p {config.top_p:g}"

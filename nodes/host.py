@@ -9,6 +9,7 @@ notice a change in `transformer_options`: ComfyUI's compile node drops those gua
 
 from __future__ import annotations
 
+import functools
 import logging
 import operator
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch
 from comfy.ldm.wan import model as wan_model
-from comfy.ldm.wan.model import WanModel
+from comfy.ldm.wan.model import WanI2VCrossAttention, WanModel, WanT2VCrossAttention
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import CallbacksMP, WrappersMP
 from comfy_execution.progress import get_progress_state
@@ -24,8 +25,9 @@ from torch import Tensor
 
 from ..sparge_core import SparseConfig
 from ..sparge_core.record import Grid
-from . import traced
+from . import exact, traced
 from .attention import Call, Layer, Run, SparseAttention
+from .fused import OVERRIDE, fuse
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +35,6 @@ KEY = "sparge_attention2"  # of our callbacks, wrappers and attachments on a mod
 STUDENT = "sparge_attention2.student"  # attachment: the SparseConfig that the weights were fine-tuned with
 STUDENT_FILE = "sparge_attention2.student_file"  # attachment: where they are from, with or without settings
 PROBE = "sparge_attention2.probe"  # attachment: at how many steps to compare sparse with dense attention
-OVERRIDE = "optimized_attention_override"  # ComfyUI's slot in transformer_options
 HOST_OPTIONS = "sparge_attention2.host_options"  # in our copy of transformer_options: the original
 
 # What ComfyUI's attention functions take after q, k, v and heads, in that order.
@@ -42,6 +43,7 @@ POSITIONAL = ("mask", "attn_precision", "skip_reshape", "skip_output_reshape")
 UNDERSTOOD = {*POSITIONAL, "transformer_options", "scale", "enable_gqa", "_inside_attn_wrapper"}
 PLAIN = {"transformer_options", "_inside_attn_wrapper"}  # all that a model's own self-attention gives
 
+TEXT_ATTENTION = (WanT2VCrossAttention, WanI2VCrossAttention)
 APPLY_MODEL = (
     "c_concat",
     "c_crossattn",
@@ -98,6 +100,7 @@ def patch_self_attention(
     patched = model.clone()
     for layer in attention.layers:
         _install(patched, attention, layer)
+        _install_exact(patched, attention, layer)
     patched.set_attachments(KEY, attention)
     for wrapped in (WrappersMP.OUTER_SAMPLE, WrappersMP.APPLY_MODEL):
         patched.remove_wrappers_with_key(wrapped, KEY)
@@ -207,13 +210,19 @@ def _install(model: ModelPatcher, attention: SparseAttention, layer: Layer) -> N
 def _make_forward(
     forward: Callable[..., Tensor], below: Any, override: Callable[..., Tensor]
 ) -> Callable[..., Tensor]:
+    fused = fuse(forward) if below is None else None
+
     def sparse_forward(
         *args: Any, transformer_options: dict[str, Any] | None = None, **kwargs: Any
     ) -> Tensor:
         given = transformer_options or {}
         ours = {**given, OVERRIDE: override, HOST_OPTIONS: given}
+        patched = "attn1_patch" in given.get("patches", ())
+        alone = not patched and OVERRIDE not in given and len(args) == 2 and not kwargs
+        if alone and fused is not None and fused.serves(*args):
+            return fused.forward(*args, ours)
         out = forward(*args, transformer_options=ours, **kwargs)
-        if "attn1_patch" in given.get("patches", ()):  # which may leave something for those behind it
+        if patched:  # such a patch may leave something for those behind it
             _hand_back(ours, given)
         return out
 
@@ -230,6 +239,47 @@ def _hand_back(ours: dict[str, Any], given: dict[str, Any]) -> None:
     given.update(changed)
 
 
+def _install_exact(model: ModelPatcher, attention: SparseAttention, layer: Layer) -> None:
+    """Let the layer's attention to the text run by our kernel, unless another node has patched it."""
+    key = f"{BLOCK}{layer.name}.cross_attn.forward"
+    if _is_ours(model.object_patches.get(key)):
+        del model.object_patches[key]
+    if key in model.object_patches or not attention.settings.may_use_cuda:
+        return
+    forward = _own(model, key) if hasattr(_own(model, BLOCK + layer.name), "cross_attn") else None
+    if type(getattr(forward, "__self__", None)) in TEXT_ATTENTION:
+        model.add_object_patch(key, _make_exact_forward(forward, attention, layer))
+
+
+def _make_exact_forward(
+    forward: Callable[..., Tensor], attention: SparseAttention, layer: Layer
+) -> Callable[..., Tensor]:
+    target = traced.Target(_make_dense(attention, layer))
+    number = target.number
+
+    def override(
+        func: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, heads: int, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        kwargs["transformer_options"] = kwargs["transformer_options"][HOST_OPTIONS]
+        plain = not args and kwargs.keys() <= PLAIN and not torch.is_grad_enabled()
+        if plain and torch.compiler.is_compiling():
+            return traced.attend(q, k, v, heads, number)
+        if plain and exact.serves(func, q, k, v, heads):
+            return exact.attend(q, k, v, heads)
+        return func(q, k, v, heads, *args, **kwargs)
+
+    def exact_forward(*args: Any, transformer_options: dict[str, Any] | None = None, **kwargs: Any) -> Tensor:
+        given = transformer_options or {}
+        if OVERRIDE in given:
+            return forward(*args, transformer_options=given, **kwargs)
+        ours = {**given, OVERRIDE: override, HOST_OPTIONS: given}
+        return forward(*args, transformer_options=ours, **kwargs)
+
+    setattr(exact_forward, BELOW, None)
+    setattr(override, TARGET, target)
+    return exact_forward
+
+
 def _is_ours(forward: Any) -> bool:
     return hasattr(forward, BELOW)
 
@@ -242,6 +292,7 @@ def _follow_weights(old: ModelPatcher, new: ModelPatcher) -> None:
     for layer in attention.layers:
         if _is_ours(new.object_patches.get(_key(layer))):
             _install(new, attention, layer)
+        _install_exact(new, attention, layer)
 
 
 def _around_run(attention: SparseAttention, student: str | None, node_id: str | None) -> Callable[..., Any]:
@@ -328,7 +379,7 @@ def _warn_without_run(attention: SparseAttention) -> Callable[[ModelPatcher], No
 
 def _make_override(attention: SparseAttention, layer: Layer) -> Callable[..., Tensor]:
     target = traced.Target(_make_target(attention, layer))
-    number = target.number
+    number, may_use_cuda = target.number, attention.settings.may_use_cuda
 
     def override(
         func: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, heads: int, *args: Any, **kwargs: Any
@@ -358,10 +409,14 @@ def _make_override(attention: SparseAttention, layer: Layer) -> Callable[..., Te
 
         args_given = (q, k, v, heads, *args)
 
+        plain = not args and kwargs.keys() <= PLAIN
+
         def dense() -> Tensor:
-            if earlier is None:
-                return func(*args_given, **kwargs)
-            return earlier(func, *args_given, **kwargs)
+            if earlier is not None:
+                return earlier(func, *args_given, **kwargs)
+            if plain and may_use_cuda and exact.serves(func, *args_given):
+                return exact.attend(*args_given)
+            return func(*args_given, **kwargs)
 
         named = {**dict(zip(POSITIONAL, args, strict=False)), **kwargs}
         scale = named.get("scale")
@@ -378,18 +433,30 @@ def _make_override(attention: SparseAttention, layer: Layer) -> Callable[..., Te
 
 
 def _make_target(attention: SparseAttention, layer: Layer) -> Callable[[Tensor, Tensor, Tensor, int], Tensor]:
+    dense = _make_dense(attention, layer)
+
     def run(q: Tensor, k: Tensor, v: Tensor, heads: int) -> Tensor:
-        """A call from a compiled graph, which knows the host's options of the time when it was captured."""
-        options = attention.current.options if attention.current is not None else {}
-
-        def dense() -> Tensor:
-            now = {**options, "block_index": layer.block}
-            return wan_model.optimized_attention(q, k, v, heads=heads, transformer_options=now)
-
+        """A call from a compiled graph."""
         views = _heads_apart(q, heads), _heads_apart(k, heads), _heads_apart(v, heads)
-        return attention.attend(layer, Call(*views, None, None, dense, _pack))
+        call = Call(*views, None, None, functools.partial(dense, q, k, v, heads), _pack)
+        return attention.attend(layer, call)
 
     return run
+
+
+def _make_dense(attention: SparseAttention, layer: Layer) -> Callable[[Tensor, Tensor, Tensor, int], Tensor]:
+    may_use_cuda = attention.settings.may_use_cuda
+
+    def dense(q: Tensor, k: Tensor, v: Tensor, heads: int) -> Tensor:
+        """Dense attention for a compiled graph, which knows the host's options of when it was captured."""
+        options = attention.current.options if attention.current is not None else {}
+        own = wan_model.optimized_attention
+        if may_use_cuda and OVERRIDE not in options and exact.serves(own, q, k, v, heads):
+            return exact.attend(q, k, v, heads)
+        now = {**options, "block_index": layer.block}
+        return own(q, k, v, heads=heads, transformer_options=now)
+
+    return dense
 
 
 def _heads_apart(tokens: Tensor, heads: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""The patched self-attention as one operator, which torch.compile takes as it is.
+"""The patched attention as one operator, which torch.compile takes as it is.
 
 So the model stays one graph, and what is only known when it runs is decided then: dense or sparse at this
 step, whether another node's override is there, what the report counts. A captured graph knows a layer by a
@@ -48,7 +48,7 @@ def _register() -> tuple[torch.library.Library, str]:
     taken = getattr(torch.ops, NAMESPACE)
     name = next(
         name
-        for name in (f"self_attention_{number}" for number in itertools.count())
+        for name in (f"attention_{number}" for number in itertools.count())
         if not hasattr(taken, name)
     )
     library = torch.library.Library(NAMESPACE, "FRAGMENT")

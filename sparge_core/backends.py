@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Protocol
+from typing import ParamSpec, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -160,6 +160,16 @@ class Choice:
     def why(self) -> str:
         """The reasons as one line, "" when the first choice serves."""
         return "; ".join(f"{name} {reason}" for name, reason in self.reasons.items())
+
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def decided_once(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """As `torch.compiler.assume_constant_result`, which imports the compiler: seconds at every start."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 # Imported when first asked for, because they bring torch's compiler with them, which takes seconds; and by a

@@ -51,6 +51,17 @@ class BlockMask:
         bits = (words * _bit_values(dense.device)).sum(-1, dtype=torch.int32)
         return cls(bits, dense.sum(-1, dtype=torch.int32), q_len, k_len)
 
+    @classmethod
+    def keep_all(cls, batch: int, heads: int, q_len: int, k_len: int, device: torch.device) -> BlockMask:
+        """Mask that keeps every block: attention over it is dense attention."""
+        n_q, n_k = num_blocks(q_len, BLOCK_Q), num_blocks(k_len, BLOCK_K)
+        words = (batch, heads, n_q, num_blocks(n_k, WORD_BITS))
+        bits = torch.full(words, -1, dtype=torch.int32, device=device)
+        if n_k % WORD_BITS:
+            bits[..., -1] = (1 << n_k % WORD_BITS) - 1
+        counts = torch.full((batch, heads, n_q), n_k, dtype=torch.int32, device=device)
+        return cls(bits, counts, q_len, k_len)
+
     @property
     def n_q(self) -> int:
         return num_blocks(self.q_len, BLOCK_Q)

@@ -9,25 +9,31 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
-from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
+from ..backends import decided_once
 from ..config import SparseConfig
 from ..geometry import BLOCK_K
 from ..mask import BlockMask
-from . import launch, mask_kernels, modules, operators
+from . import launch, mask_kernels, modules, norm_rope_kernel, operators
 from .operators import NAMESPACE, force
 
-__all__ = ["attention", "block_mask", "force", "sparse_attention", "why_not"]
-
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
+__all__ = [
+    "attention",
+    "block_mask",
+    "fastest_when_dense",
+    "force",
+    "norm_rope",
+    "sparse_attention",
+    "why_not",
+    "why_not_norm_rope",
+]
 
 logger = logging.getLogger(__name__)
 _operators = getattr(torch.ops, NAMESPACE)
+MAX_NORM_CHANNELS = norm_rope_kernel.MAX_CHANNELS
 _MAX_KEY_TOKENS = mask_kernels.MAX_KEY_BLOCKS * BLOCK_K
 
 
@@ -86,24 +92,52 @@ def sparse_attention(q: Tensor, k: Tensor, v: Tensor, config: SparseConfig, scal
     return out
 
 
+def fastest_when_dense(device_index: int, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether attention that keeps all blocks is faster than any kernel that torch brings for the device.
+
+    Measured for compute capability 9.0 alone (benchmarks/results).
+    """
+    return _why_not(device_index, dtype, head_dim) is None and _is_sm90(device_index)
+
+
+def why_not_norm_rope(device_index: int, dtype: torch.dtype, head_dim: int) -> str | None:
+    """Why `norm_rope` cannot serve, as one sentence; None if it can. The first call compiles its kernel."""
+    reason = _why_not(device_index, dtype, head_dim)
+    return _why_no_norm_rope(device_index, dtype, head_dim) if reason is None else reason
+
+
+def norm_rope(x: Tensor, weight: Tensor, rotation: Tensor, epsilon: float) -> Tensor:
+    """RMSNorm(x) * weight, then rotated, in one pass and rounded as in two; without gradients.
+
+    x (B, L, H * D), weight (H * D,), float16 or bfloat16; rotation (1 or B, L, 1, D / 2, 2, 2), float32: the
+    matrix that each pair of channels of a head is multiplied with. epsilon: added to the mean square.
+    """
+    rotated: Tensor = _operators.norm_rope(x, weight, rotation, epsilon)
+    return rotated
+
+
 def _differentiated(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
 
 
-def _decided_once(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """As `torch.compiler.assume_constant_result`, which imports the compiler: seconds at every start."""
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return function
-
-
-@_decided_once
+@decided_once
 def _why_not(device_index: int, dtype: torch.dtype, head_dim: int) -> str | None:
     return _remembered(device_index, dtype, head_dim)
 
 
-@_decided_once
+@decided_once
 def _why_no_gradients(device_index: int, dtype: torch.dtype, head_dim: int) -> str | None:
     return _remembered_gradients(device_index, dtype, head_dim)
+
+
+@decided_once
+def _is_sm90(device_index: int) -> bool:
+    return modules.family(launch.device(device_index).capability) == "sm90"
+
+
+@decided_once
+def _why_no_norm_rope(device_index: int, dtype: torch.dtype, head_dim: int) -> str | None:
+    return _remembered_norm_rope(device_index, dtype, head_dim)
 
 
 @functools.cache
@@ -134,6 +168,17 @@ def _remembered_gradients(device_index: int, dtype: torch.dtype, head_dim: int) 
         family = modules.family(launch.device(device_index).capability)
         for module, name in (("backward_prepare", "row_records"), (f"backward_{family}", "row_gradients")):
             launch.kernel(module, name, device_index, dtype, head_dim)
+    except Exception as error:
+        return _failure(device_index, error)
+    return None
+
+
+@functools.cache
+def _remembered_norm_rope(device_index: int, dtype: torch.dtype, head_dim: int) -> str | None:
+    try:
+        for channels in norm_rope_kernel.CHANNELS:
+            name = norm_rope_kernel.kernel_name(channels)
+            launch.kernel(norm_rope_kernel.MODULE, name, device_index, dtype, head_dim)
     except Exception as error:
         return _failure(device_index, error)
     return None

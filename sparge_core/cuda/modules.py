@@ -51,6 +51,7 @@ MODULES = {
     module.name: module
     for module in (
         Module("mask", ("common.cuh", "mask.cu")),
+        Module("norm_rope", ("common.cuh", "norm_rope.cu")),
         Module("forward_mma", ("common.cuh", "mma.cuh", "forward_mma.cu")),
         Module("forward_sm90", ("common.cuh", "sm90.cuh", "forward_sm90.cu"), ("sm_90a",)),
         Module("backward_prepare", ("common.cuh", "backward.cuh", "backward_prepare.cu")),

@@ -16,7 +16,16 @@ import torch
 from torch import Tensor
 
 from ..geometry import BLOCK_K, BLOCK_Q, WORD_BITS, num_blocks
-from . import backward_mma, backward_sm90, forward_mma, forward_sm90, launch, mask_kernels, modules
+from . import (
+    backward_mma,
+    backward_sm90,
+    forward_mma,
+    forward_sm90,
+    launch,
+    mask_kernels,
+    modules,
+    norm_rope_kernel,
+)
 
 NAMESPACE = "sparge_attention2"
 _BLOCK_MASK_SCHEMA = (
@@ -31,6 +40,7 @@ _BACKWARD_SCHEMA = (
     "backward(Tensor d_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor bits, Tensor counts,"
     " Tensor order, float scale) -> (Tensor d_q, Tensor d_k, Tensor d_v)"
 )
+_NORM_ROPE_SCHEMA = "norm_rope(Tensor x, Tensor weight, Tensor rotation, float epsilon) -> Tensor"
 # A compiled graph must hand over q, k and v with the strides it was traced with: the output gets those of q.
 _TAGS = (
     torch.Tag.pt2_compliant_tag,
@@ -123,6 +133,11 @@ def attention(
     return out
 
 
+def _norm_rope(x: Tensor, weight: Tensor, rotation: Tensor, epsilon: float) -> Tensor:
+    _check_rotation(x, weight, rotation)
+    return norm_rope_kernel.norm_rope(x, weight, rotation, epsilon)
+
+
 def _family(device_index: int) -> str:
     return _forced or modules.family(launch.device(device_index).capability)
 
@@ -149,6 +164,10 @@ def _backward_shapes(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) ->
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
+def _norm_rope_shapes(x: Tensor, weight: Tensor, rotation: Tensor, epsilon: float) -> Tensor:
+    return x.new_empty(x.shape)
+
+
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     *tensors, ctx.scale = inputs
     out, lse = output
@@ -160,6 +179,14 @@ def _gradients(ctx: Any, d_out: Tensor, _d_lse: Tensor) -> tuple[Tensor | None, 
     q, k, v, bits, counts, order, out, lse = ctx.saved_tensors
     grads = getattr(torch.ops, NAMESPACE).backward(d_out, q, k, v, out, lse, bits, counts, order, ctx.scale)
     return (*grads, None, None, None, None)
+
+
+def _save_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    pass
+
+
+def _refuse_derivatives(ctx: Any, *_: Tensor) -> None:
+    raise RuntimeError("norm_rope has no gradients; take torch's RMSNorm and rotate its result to train.")
 
 
 def _refuse_second_derivatives(ctx: Any, *_: Tensor) -> None:
@@ -188,6 +215,32 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         "of one dtype (float16 or bfloat16), batch size, number of heads and head dim (64 or 128), k and v "
         "also of one number of tokens; got "
         f"{_described(q, k, v)}."
+    )
+
+
+def _check_rotation(x: Tensor, weight: Tensor, rotation: Tensor) -> None:
+    if x.dim() == 3 and rotation.dim() == 6:
+        batch, tokens, channels = x.shape
+        samples, _, _, pairs, _, _ = rotation.shape
+        if (
+            rotation.shape == (samples, tokens, 1, pairs, 2, 2)
+            and samples in (1, batch)
+            and 2 * pairs in modules.HEAD_DIMS
+            and channels % (2 * pairs) == 0
+            and weight.shape == (channels,)
+            and x.numel() > 0
+            and channels <= norm_rope_kernel.MAX_CHANNELS
+            and x.dtype in launch.VARIANT_DTYPES
+            and weight.dtype == x.dtype
+            and rotation.dtype == torch.float32
+            and x.get_device() == weight.get_device() == rotation.get_device()
+        ):
+            return
+    raise ValueError(
+        "norm_rope takes x (batch, tokens, heads * head dim) that is not empty, float16 or bfloat16, with up "
+        f"to {norm_rope_kernel.MAX_CHANNELS} channels and a head dim of 64 or 128, a weight of its dtype for "
+        "each channel, and float32 rotations (1 or batch, tokens, 1, head dim / 2, 2, 2), all on one GPU; "
+        f"got {_described(x, weight, rotation)}."
     )
 
 
@@ -248,6 +301,7 @@ def _register() -> torch.library.Library | None:
         (_BLOCK_MASK_SCHEMA, _block_mask, _block_mask_shapes),
         (_FORWARD_SCHEMA, _forward, _forward_shapes),
         (_BACKWARD_SCHEMA, _backward, _backward_shapes),
+        (_NORM_ROPE_SCHEMA, _norm_rope, _norm_rope_shapes),
     ):
         name = schema.partition("(")[0]
         library.define(schema, tags=_TAGS)
@@ -255,6 +309,9 @@ def _register() -> torch.library.Library | None:
         torch.library.register_fake(f"{NAMESPACE}::{name}", shapes, lib=library)
     torch.library.register_autograd(f"{NAMESPACE}::forward", _gradients, setup_context=_save, lib=library)
     torch.library.register_autograd(f"{NAMESPACE}::backward", _refuse_second_derivatives, lib=library)
+    torch.library.register_autograd(
+        f"{NAMESPACE}::norm_rope", _refuse_derivatives, setup_context=_save_nothing, lib=library
+    )
     return library
 
 

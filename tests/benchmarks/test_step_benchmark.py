@@ -28,8 +28,10 @@ def test_a_dense_step_counts_only_the_longest_attention_kernels_as_self_attentio
     assert wan_step.kinds(events, 2, cuda=True) == (601.0, 20.0)
 
 
-def test_a_sparse_step_counts_the_mask_and_the_forward_kernel() -> None:
-    events = [kernel("block_means", 0.25), kernel("forward_sm90", 9.5), kernel("flash_fwd_kernel", 3.0)]
+@pytest.mark.parametrize("text", ["flash_fwd_kernel", "forward_sm90"])
+def test_a_sparse_step_counts_the_mask_and_the_forward_kernel(text: str) -> None:
+    events = [kernel("block_means", 0.25), kernel("forward_sm90", 9.5), kernel(text, 3.0)]
+    events += [kernel("norm_rope_5120", 0.5), kernel("norm_rope_5120", 0.5)]
     events += [
         kernel("cutlass_80_wmma_tensorop_bf16_gemm", 5.0),
         kernel("cudaLaunchKernel", 1.0, DeviceType.CPU),

@@ -239,3 +239,11 @@ def test_blocks_that_do_not_fit_the_lengths_are_refused() -> None:
         BlockMask.from_dense(torch.ones(1, 1, 1, 1, dtype=torch.bool), 129, 64)
     with pytest.raises(ValueError, match="is bool"):
         BlockMask.from_dense(torch.ones(1, 1, 1, 1), 128, 64)
+
+
+@pytest.mark.parametrize("k_len", [1, 64, 65, 2047, 2048, 2049])
+def test_a_mask_that_keeps_all_is_the_one_made_of_ones(k_len: int) -> None:
+    kept = BlockMask.keep_all(2, 3, 200, k_len, torch.device("cpu"))
+    ones = BlockMask.from_dense(torch.ones(2, 3, 2, -(-k_len // 64), dtype=torch.bool), 200, k_len)
+    assert torch.equal(kept.bits, ones.bits)
+    assert torch.equal(kept.counts, ones.counts)

@@ -19,6 +19,7 @@ from sparge_core.cuda import (
     forward_sm90,
     launch,
     mask_kernels,
+    norm_rope_kernel,
     operators,
 )
 
@@ -96,6 +97,15 @@ def test_attention_in_one_launches_what_the_two_operators_do(sparsity: float, gp
     masks = mask_kernels.block_mask(q, k, 0.1, 0.2, sparsity, 1.0)
     forward_sm90.forward(q, k, v, *masks, 1.0)
     assert [seen["grid"] for seen in launches] == [seen["grid"] for seen in gpu.launches]
+
+
+@pytest.mark.slow
+def test_the_norm_and_rotation_launcher_packs_the_struct_of_its_kernels(gpu: Any) -> None:
+    for channels in (1536, 5120, 8192):
+        x, weight = torch.zeros(2, 9, channels).half(), torch.zeros(channels).half()
+        out = norm_rope_kernel.norm_rope(x, weight, torch.zeros(1, 9, 1, 64, 2, 2), 1e-6)
+        assert out.shape == x.shape
+    assert [seen["grid"] for seen in gpu.launches] == [(18, 1, 1)] * 3
 
 
 @pytest.mark.slow

@@ -6,8 +6,8 @@
 
 Inputs are made on the CPU, so that next to nothing but our kernels runs instrumented, and torch's caching of
 memory is off, so that each tensor has its own allocation and reading past its end is seen. Names of kernels
-("mask", "mma", "mma-narrow", "sm90"; the last three are a forward and a backward pass) as arguments run
-those alone.
+("mask", "norm-rope", "mma", "mma-narrow", "sm90"; the last three are a forward and a backward pass) as
+arguments run those alone.
 """
 
 from __future__ import annotations
@@ -20,10 +20,18 @@ os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # read when torch first allo
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from sparge_core import BlockMask, SparseConfig, reference
-from sparge_core.cuda import backward_mma, backward_sm90, forward_mma, forward_sm90, mask_kernels
+from sparge_core.cuda import (
+    backward_mma,
+    backward_sm90,
+    forward_mma,
+    forward_sm90,
+    mask_kernels,
+    norm_rope_kernel,
+)
 
 DEVICE = "cuda"
 # "mma-narrow" are the kernels of GPUs that have little shared memory.
@@ -93,12 +101,25 @@ def check_attention(family: str, q: Tensor, k: Tensor, v: Tensor, mask: BlockMas
     assert not wrong, f"{family} {tuple(q.shape)}: {wrong}"
 
 
+def check_norm_rope(tokens: int, channels: int, dim: int, dtype: torch.dtype) -> None:
+    x, weight = torch.randn(2, tokens, channels).to(dtype), torch.randn(channels).to(dtype)
+    rotation = torch.randn(1, tokens, 1, dim // 2, 2, 2)
+    out = norm_rope_kernel.norm_rope(*(given.to(DEVICE) for given in (x, weight, rotation)), 1e-6)
+    normalised = F.rms_norm(x.double(), (channels,), weight.double(), 1e-6)
+    right = (rotation * normalised.unflatten(-1, (-1, dim // 2, 1, 2))).sum(-1).flatten(2)
+    error = (out.cpu().double() - right).norm() / right.norm()
+    assert error < TOLERANCE["out"], f"norm and rotation of {channels} channels: {error.item():.1e}"
+
+
 def main(names: list[str]) -> None:
     hopper = torch.cuda.get_device_capability() == (9, 0)
-    names = names or ["mask", *(family for family in FORWARDS if hopper or family != "sm90")]
+    names = names or ["mask", "norm-rope", *(family for family in FORWARDS if hopper or family != "sm90")]
     torch.manual_seed(0)
     for dtype in (torch.bfloat16, torch.float16):
         for dim in (64, 128):
+            if "norm-rope" in names:
+                for channels in (dim, 1536, 5120, 8192):
+                    check_norm_rope(9, channels, dim, dtype)
             for batch, heads, q_len, k_len in SHAPES:
                 q = tokens(batch, heads, q_len, dim, dtype)
                 k, v = (tokens(batch, heads, k_len, dim, dtype) for _ in range(2))
@@ -106,7 +127,7 @@ def main(names: list[str]) -> None:
                     mask = check_mask(q, k)
                     if k_len > 64 * 512:
                         check_mask(torch.zeros_like(q), k)  # equal scores: a target sorts the whole row
-                else:
+                elif set(names) & set(FORWARDS):
                     mask = reference.block_mask(q.cpu(), k.cpu(), SparseConfig(*RULES[0]))
                 for family in FORWARDS:
                     if family in names:

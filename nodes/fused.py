@@ -62,8 +62,8 @@ class Fused:
 
 def fuse(forward: Callable[..., Tensor]) -> Fused | None:
     """The fused form of a layer's bound forward; None if it is not the one that ComfyUI has for Wan."""
-    layer = getattr(forward, "__self__", None)
-    function = getattr(forward, "__func__", None)
+    layer: Any = getattr(forward, "__self__", None)
+    function: Any = getattr(forward, "__func__", None)
     if (
         type(layer) is WanSelfAttention
         and function is WanSelfAttention.forward

@@ -218,9 +218,11 @@ def _make_forward(
         given = transformer_options or {}
         ours = {**given, OVERRIDE: override, HOST_OPTIONS: given}
         patched = "attn1_patch" in given.get("patches", ())
-        alone = not patched and OVERRIDE not in given and len(args) == 2 and not kwargs
-        if alone and fused is not None and fused.serves(*args):
-            return fused.forward(*args, ours)
+        alone = not patched and OVERRIDE not in given and not kwargs
+        if alone and fused is not None and len(args) == 2:
+            x, freqs = args
+            if fused.serves(x, freqs):
+                return fused.forward(x, freqs, ours)
         out = forward(*args, transformer_options=ours, **kwargs)
         if patched:  # such a patch may leave something for those behind it
             _hand_back(ours, given)
@@ -246,7 +248,9 @@ def _install_exact(model: ModelPatcher, attention: SparseAttention, layer: Layer
         del model.object_patches[key]
     if key in model.object_patches or not attention.settings.may_use_cuda:
         return
-    forward = _own(model, key) if hasattr(_own(model, BLOCK + layer.name), "cross_attn") else None
+    if not hasattr(_own(model, BLOCK + layer.name), "cross_attn"):
+        return
+    forward = _own(model, key)
     if type(getattr(forward, "__self__", None)) in TEXT_ATTENTION:
         model.add_object_patch(key, _make_exact_forward(forward, attention, layer))
 

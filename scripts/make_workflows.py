@@ -46,6 +46,14 @@ SIZES = {"480p": (832, 480), "720p": (1280, 720)}
 
 TITLE_HEIGHT, SLOT_HEIGHT, WIDGET_HEIGHT = 40, 22, 28  # of the front end's node boxes, in its pixels
 COLUMN, GAP = 400, 50
+# Room for what shows below a node's widgets: a text to write, or what a run leaves there.
+ROOM = {
+    "CLIPTextEncode": 112,
+    "SpargeAttention2Patch": 50,
+    "SaveVideo": 420,
+    "SpargeSparsityReport": 860,
+}
+REPORT_WIDTH = 640
 
 # What the pictures say. The template browser shows what lies beside a pack's graph as .jpg.
 PICTURES = {
@@ -105,14 +113,15 @@ class Graph:
                 node["properties"]["models"] = [{"name": file, "url": url, "directory": folder}]
         for slot, (label, produced) in enumerate(zip(info["output_name"], info["output"], strict=True)):
             node["outputs"].append({"name": label, "type": produced, "links": [], "slot_index": slot})
-        long_text = WIDGET_HEIGHT * 4 if kind == "CLIPTextEncode" else 0
+        if kind == "SpargeSparsityReport":
+            node["size"][0] = REPORT_WIDTH
         self._settle(
             node,
             column,
             TITLE_HEIGHT
             + SLOT_HEIGHT * max(len(node["inputs"]), len(node["outputs"]))
             + WIDGET_HEIGHT * len(widgets)
-            + long_text,
+            + ROOM.get(kind, 0),
         )
         return [Output(node, slot) for slot in range(len(node["outputs"]))]
 
@@ -218,7 +227,7 @@ def _tokens(width: int, height: int, frames: int) -> str:
 def _finish(
     graph: Graph, column: int, latent: Output, model: Output, vae: Output, name: str, fps: float
 ) -> None:
-    """Decode and save the video, and show the report of what the model's attention did."""
+    """Decode and save the video; show the report of what the model's attention did in the next column."""
     (frames,) = graph.add("VAEDecode", column, samples=latent, vae=vae)
     (video,) = graph.add("CreateVideo", column, images=frames, fps=fps)
     graph.add("SaveVideo", column, video=video, filename_prefix=f"video/{name}")
@@ -251,7 +260,7 @@ def text_to_video(object_info: dict[str, Any], name: str, model_file: str, size:
         sampler_name=SAMPLER,
         scheduler=SCHEDULER,
     )
-    _finish(graph, 3, sampled, shifted, vae, name, FPS)
+    _finish(graph, 4, sampled, shifted, vae, name, FPS)
     return graph.finished()
 
 
@@ -367,7 +376,7 @@ def image_to_video(object_info: dict[str, Any], name: str, model_file: str, size
         sampler_name=SAMPLER,
         scheduler=SCHEDULER,
     )
-    _finish(graph, 3, sampled, shifted, vae, name, FPS)
+    _finish(graph, 4, sampled, shifted, vae, name, FPS)
     return graph.finished()
 
 
@@ -407,10 +416,10 @@ def two_experts(object_info: dict[str, Any], name: str, model_file: str, size: s
             end_at_step=STEPS_22 // 2 if first else STEPS_22,
             return_with_leftover_noise="enable" if first else "disable",
         )
-        graph.add("SpargeSparsityReport", 4, model=model, latent=latent)
-    (frames,) = graph.add("VAEDecode", 3, samples=latent, vae=vae)
-    (video,) = graph.add("CreateVideo", 3, images=frames, fps=FPS)
-    graph.add("SaveVideo", 3, video=video, filename_prefix=f"video/{name}")
+        graph.add("SpargeSparsityReport", 5, model=model, latent=latent)
+    (frames,) = graph.add("VAEDecode", 4, samples=latent, vae=vae)
+    (video,) = graph.add("CreateVideo", 4, images=frames, fps=FPS)
+    graph.add("SaveVideo", 4, video=video, filename_prefix=f"video/{name}")
     return graph.finished()
 
 
@@ -456,8 +465,8 @@ def tiny(object_info: dict[str, Any], name: str) -> dict[str, Any]:
         sampler_name=SAMPLER,
         scheduler=SCHEDULER,
     )
-    graph.add("SaveLatent", 3, samples=sampled, filename_prefix=f"latents/{name}")
-    _finish(graph, 3, sampled, shifted, start.vae, name, FPS)
+    graph.add("SaveLatent", 4, samples=sampled, filename_prefix=f"latents/{name}")
+    _finish(graph, 4, sampled, shifted, start.vae, name, FPS)
     return graph.finished()
 
 

@@ -16,6 +16,7 @@ import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,7 @@ class Dataset:
         return Sample(latent, text, *(None if tensor is None else tensor.float() for tensor in image))
 
 
+@lru_cache(maxsize=2)  # an epoch's is asked for again with each of its samples
 def _permutation(count: int, seed: int, stream: int, epoch: int) -> np.ndarray:
     return np.random.default_rng([seed, stream, epoch]).permutation(count)
 

@@ -39,12 +39,16 @@ SHAPE_FIELDS = (
 
 
 class SparseSelfAttention:
-    """What the self-attentions of one model share: the settings, and whether they are sparse just now."""
+    """What the self-attentions of one model share: the settings, and whether they are sparse just now.
+
+    attend: what computes it, from q, k, v and the settings; to be replaced by who wants to see or reorder them.
+    """
 
     def __init__(self, model: nn.Module, config: SparseConfig) -> None:
         """Put sparse self-attention into `model`, a WanTransformer3DModel; it is on from here on."""
         self.config = config
         self.active = True
+        self.attend: Callable[[Tensor, Tensor, Tensor, SparseConfig], Tensor] = sparse_attention
         for block in model.blocks:  # type: ignore[union-attr]
             block.attn1.set_processor(_Processor(self, block.attn1.processor))
 
@@ -89,7 +93,7 @@ class _Processor:
             turn = torch.complex(cos, sin)
             q, k = (_rotate(x, turn) for x in (q, k))
         q, k, v = (x.to(v.dtype).transpose(1, 2) for x in (q, k, v))
-        out = sparse_attention(q, k, v, self.shared.config)
+        out = self.shared.attend(q, k, v, self.shared.config)
         projection, dropout = attn.to_out
         return dropout(projection(out.transpose(1, 2).flatten(2)))
 

@@ -1,0 +1,76 @@
+"""`python -m benchmarks.evidence`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from ..measure import machine
+from . import __doc__ as about
+from . import autoencoder, dit, maps, plan, report, sampling, students
+from .run import Run
+
+PHASES: dict[str, Callable[[Run], None]] = {
+    "vae": autoencoder.train,
+    "latents": autoencoder.encode,
+    "dit": dit.train,
+    "students": students.train,
+    "maps": maps.run_all,
+    "videos": sampling.run_all,
+}
+TIMES = "seconds.json"
+STOPPED = 3  # exit status when there was no more time
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("python -m benchmarks.evidence", description=about, formatter_class=raw)
+    parser.add_argument("--out", type=Path, default=Path("out/evidence"), help="folder [out/evidence]")
+    parser.add_argument("--config", type=Path, default=plan.CONFIG, help="TOML file [evidence.toml]")
+    parser.add_argument("--smoke", action="store_true", help="the smallest sizes, on a CPU too")
+    parser.add_argument(
+        "--minutes", type=float, help=f"stop after so many with status {STOPPED}; run it again to go on"
+    )
+    parser.add_argument("--commit", help="commit to name in the results, where there is no git checkout")
+    args = parser.parse_args(arguments)
+    cuda = torch.cuda.is_available()
+    if not cuda and not args.smoke:
+        parser.error("no NVIDIA GPU is visible to torch; --smoke runs all phases without one")
+    device = torch.device("cuda" if cuda else "cpu")
+    torch.backends.cudnn.benchmark = True  # the VAE's convolutions have few shapes
+    run = Run(plan.load(args.config, smoke=args.smoke), args.out, device, plan.Clock(args.minutes))
+    args.out.mkdir(parents=True, exist_ok=True)
+    facts = machine(device, args.commit)
+    run.say(", ".join(facts.values()))
+    try:
+        for name, phase in PHASES.items():
+            _timed(run, name, phase)
+    except plan.OutOfTime:
+        run.say("the time is over; run it again to go on")
+        return STOPPED
+    report.make(run, facts, run.read(TIMES))
+    run.say(f"done: {sum(run.read(TIMES).values()) / 60:.1f} minutes in all; see {args.out / 'tables.md'}")
+    return 0
+
+
+def _timed(run: Run, name: str, phase: Callable[[Run], None]) -> None:
+    """A phase that is not done yet; its seconds are added to those of earlier tries."""
+    seconds = run.read(TIMES) if run.has(TIMES) else {}
+    if run.has(f"{name}.done"):
+        return
+    run.clock.check()
+    started = run.clock.seconds
+    try:
+        phase(run)
+        run.write(f"{name}.done", True)
+    finally:
+        seconds[name] = seconds.get(name, 0.0) + run.clock.seconds - started
+        run.write(TIMES, seconds)
+    run.say(f"{name}: {seconds[name]:.0f} s")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -18,7 +18,7 @@ from ..sparge_core.mask import BlockMask
 
 # The function of ComfyUI that asks torch. Who chose another one (SageAttention, say) gets that.
 REPLACED = "attention_pytorch"
-MIN_TOKENS = 8192  # fewer queries take less time than it costs to launch the kernel
+MIN_PAIRS = 2**26  # of a query and a key, over all heads: fewer take less time than it costs to launch it
 DEVICE = "cuda"  # type of the devices that have the kernel
 
 
@@ -30,9 +30,8 @@ def serves(function: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, heads:
         and q.dtype in HALF
         and q.dtype == k.dtype == v.dtype
         and q.dim() == 3
-        and q.shape[1] >= MIN_TOKENS
         and k.shape == v.shape == (q.shape[0], k.shape[1], q.shape[2])
-        and k.shape[1] > 0
+        and q.shape[0] * heads * q.shape[1] * k.shape[1] >= MIN_PAIRS
         and not torch.is_grad_enabled()
         and cuda_kernels().fastest_when_dense(q.device.index, q.dtype, q.shape[2] // heads)
     )

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from comfy.ldm.flux.layers import EmbedND
 from comfy.ldm.wan import model as wan_model
 from comfy.ldm.wan.model import WanI2VCrossAttention, WanModel, WanT2VCrossAttention
 from comfy.model_patcher import ModelPatcher
@@ -101,6 +102,7 @@ def patch_self_attention(
     for layer in attention.layers:
         _install(patched, attention, layer)
         _install_exact(patched, attention, layer)
+    _install_rotation(patched)
     patched.set_attachments(KEY, attention)
     for wrapped in (WrappersMP.OUTER_SAMPLE, WrappersMP.APPLY_MODEL):
         patched.remove_wrappers_with_key(wrapped, KEY)
@@ -284,6 +286,36 @@ def _make_exact_forward(
     return exact_forward
 
 
+def _install_rotation(model: ModelPatcher) -> None:
+    """Let torch.compile take the table of rotations as it is.
+
+    It would compute every number of it from a power in float64: 5 % of a step of the 1.3B model on an H200.
+    """
+    key = f"{BLOCK}rope_embedder.forward"
+    if _is_ours(model.object_patches.get(key)):
+        del model.object_patches[key]
+    if key in model.object_patches:
+        return
+    forward = _own(model, key)
+    embedder: Any = getattr(forward, "__self__", None)
+    if type(embedder) is EmbedND:
+        model.add_object_patch(key, _make_rotation(forward, sum(embedder.axes_dim) // 2))
+
+
+def _make_rotation(forward: Callable[[Tensor], Tensor], pairs: int) -> Callable[[Tensor], Tensor]:
+    target = traced.Target(forward)
+    number = target.number
+
+    def rotation(ids: Tensor) -> Tensor:
+        if torch.compiler.is_compiling() and ids.dim() == 3:
+            return traced.rotate(ids, pairs, number)
+        return forward(ids)
+
+    setattr(rotation, BELOW, None)
+    setattr(rotation, TARGET, target)
+    return rotation
+
+
 def _is_ours(forward: Any) -> bool:
     return hasattr(forward, BELOW)
 
@@ -297,6 +329,7 @@ def _follow_weights(old: ModelPatcher, new: ModelPatcher) -> None:
         if _is_ours(new.object_patches.get(_key(layer))):
             _install(new, attention, layer)
         _install_exact(new, attention, layer)
+    _install_rotation(new)
 
 
 def _around_run(attention: SparseAttention, student: str | None, node_id: str | None) -> Callable[..., Any]:

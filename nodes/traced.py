@@ -1,4 +1,4 @@
-"""The patched attention as one operator, which torch.compile takes as it is.
+"""What the patch does in a model, as operators, which torch.compile takes as they are.
 
 So the model stays one graph, and what is only known when it runs is decided then: dense or sparse at this
 step, whether another node's override is there, what the report counts. A captured graph knows a layer by a
@@ -15,16 +15,18 @@ import torch
 from torch import Tensor
 
 NAMESPACE = "sparge_attention2_host"
-SCHEMA = "(Tensor q, Tensor k, Tensor v, int heads, Tensor target) -> Tensor"
+ATTENTION = "(Tensor q, Tensor k, Tensor v, int heads, Tensor target) -> Tensor"
+ROTATION = "(Tensor ids, int pairs, Tensor target) -> Tensor"
 
 
 class Target:
-    """What a number stands for. run(q, k, v, heads): of (B, L, H * D) tensors to one of their shape.
+    """What a number stands for: run(q, k, v, heads), of (B, L, H * D) tensors to one of the shape of q, or
+    run(ids), of positions (B, L, axes) to rotations (B, 1, L, pairs, 2, 2).
 
     number: an int64 scalar on the CPU, valid while this object lives.
     """
 
-    def __init__(self, run: Callable[[Tensor, Tensor, Tensor, int], Tensor]) -> None:
+    def __init__(self, run: Callable[..., Tensor]) -> None:
         self.run = run
         number = next(_numbers)
         _targets[number] = self
@@ -39,17 +41,26 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, heads: int, target: Tensor) -> Tens
     return _targets[int(target)].run(q, k, v, heads).contiguous()
 
 
-def _shape(q: Tensor, k: Tensor, v: Tensor, heads: int, target: Tensor) -> Tensor:
+def _attended(q: Tensor, k: Tensor, v: Tensor, heads: int, target: Tensor) -> Tensor:
     return q.new_empty(q.shape)
 
 
-def _register() -> tuple[torch.library.Library, str]:
-    """Defines the operator, under a new name at each import of the pack; it lives as long as the result."""
+def _rotate(ids: Tensor, pairs: int, target: Tensor) -> Tensor:
+    return _targets[int(target)].run(ids).contiguous()
+
+
+def _rotations(ids: Tensor, pairs: int, target: Tensor) -> Tensor:
+    samples, tokens, _ = ids.shape
+    return ids.new_empty((samples, 1, tokens, pairs, 2, 2), dtype=torch.float32)
+
+
+def _register(
+    kind: str, schema: str, run: Callable[..., Tensor], shape: Callable[..., Tensor]
+) -> tuple[torch.library.Library, Callable[..., Tensor]]:
+    """Defines an operator, under a new name at each import of the pack; it lives as long as the result."""
     taken = getattr(torch.ops, NAMESPACE)
     name = next(
-        name
-        for name in (f"attention_{number}" for number in itertools.count())
-        if not hasattr(taken, name)
+        name for name in (f"{kind}_{number}" for number in itertools.count()) if not hasattr(taken, name)
     )
     library = torch.library.Library(NAMESPACE, "FRAGMENT")
     # Any strides are right, but some cost a copy; those that the host's own code makes never do.
@@ -59,13 +70,12 @@ def _register() -> tuple[torch.library.Library, str]:
     # records none with a tensor on the CPU, such as `target`.
     if unsafe := getattr(torch.Tag, "cudagraph_unsafe", None):
         tags.append(unsafe)
-    library.define(name + SCHEMA, tags=tags)
-    library.impl(name, _attend, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"{NAMESPACE}::{name}", _shape, lib=library)
-    return library, name
+    library.define(name + schema, tags=tags)
+    library.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", shape, lib=library)
+    operator: Callable[..., Tensor] = getattr(taken, name)
+    return library, operator
 
 
-_LIBRARY, _NAME = _register()
-attend: Callable[[Tensor, Tensor, Tensor, int, Tensor], Tensor] = getattr(
-    getattr(torch.ops, NAMESPACE), _NAME
-)
+_ATTENTION, attend = _register("attention", ATTENTION, _attend, _attended)
+_ROTATION, rotate = _register("rotation", ROTATION, _rotate, _rotations)

@@ -37,7 +37,7 @@ def kernels(pack: ModuleType, comfy: ModuleType, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(exact, "cuda_kernels", lambda: found)
     monkeypatch.setattr(exact, "DEVICE", "cpu")
     monkeypatch.setattr(exact, "HALF", (torch.float32,))
-    monkeypatch.setattr(exact, "MIN_TOKENS", 1)
+    monkeypatch.setattr(exact, "MIN_PAIRS", 1)
     monkeypatch.setattr(exact, "REPLACED", wan_model.optimized_attention.__name__)
     return found
 

@@ -50,6 +50,7 @@ def test_a_patched_model_is_one_graph(
     names = [str(node.target) for node in graphs[0].graph.nodes]
     attention = [name for name in names if name.startswith("sparge_attention2_host.attention")]
     assert len(attention) == 2 * LAYERS  # to the video itself and to the text
+    assert sum(name.startswith("sparge_attention2_host.rotation") for name in names) == 1
 
 
 @pytest.mark.skipif(not hasattr(torch.Tag, "cudagraph_unsafe"), reason="this torch has no such tag")

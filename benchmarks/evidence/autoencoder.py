@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +47,12 @@ def train(run: Run) -> None:
     optimizer = torch.optim.AdamW(
         vae.parameters(), lr=plan.learning_rate, betas=(0.9, 0.99), weight_decay=0.0
     )
+    crops = _crops(run)
     started, step, progress, log = time.monotonic(), 0, 0.0, []
     while progress < 1.0:
         rate = plan.learning_rate * min(1.0, (step + 1) / WARMUP) * (0.5 + 0.5 * math.cos(math.pi * progress))
         optimizer.param_groups[0]["lr"] = max(rate, 1e-6)
-        shown = scenes(run, VAE, range(step * plan.batch, (step + 1) * plan.batch))
-        video = clips.render(shown, *plan.crop, run.device).contiguous(memory_format=torch.channels_last_3d)
+        video = next(crops)
         with run.autocast():
             mean, log_variance = vae.distribution(video)
             log_variance = log_variance.float().clamp(*LOG_VARIANCE)
@@ -74,6 +76,16 @@ def train(run: Run) -> None:
     weights = {name: weight.detach().half().cpu().contiguous() for name, weight in vae.state_dict().items()}
     save_file(weights, run.out / VAE_FILE, {"format": "pt"})
     run.write("vae.json", {"steps": step, "psnr": _psnr(run, load(run)), "log": log})
+
+
+def _crops(run: Run) -> Iterator[Tensor]:
+    """Batches of clips to train on, without end; rendered many at once, since each time waits for the GPU."""
+    plan = run.plan.vae
+    batches = max(1, FEW_PIXELS // (plan.batch * math.prod(plan.crop)))
+    for first in itertools.count(0, batches * plan.batch):
+        shown = scenes(run, VAE, range(first, first + batches * plan.batch))
+        videos = clips.render(shown, *plan.crop, run.device)
+        yield from videos.contiguous(memory_format=torch.channels_last_3d).split(plan.batch)
 
 
 def _gradient_error(back: Tensor, video: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ TRAINING = {  # of every stage, beside what the plan says
     "checkpointing": False,
     "tensorboard": False,
     "warmup": 100,
-    "ema": 0.995,
+    "ema": 0.998,
     "timestep_mean": 0.0,
     "timestep_std": 1.0,
     "shift": 3.0,  # with thousands of tokens a clip is still seen at noise that would hide a picture

@@ -55,8 +55,8 @@ def video_distance(one: Tensor, other: Tensor, patches: int, seed: int = 0) -> f
     """Sliced Wasserstein distance between patches in space and time of videos (B, 3, T, H, W) in [-1, 1].
 
     At each of 3 scales, patches of 4 × 8 × 8, at places drawn from the seed, are projected on random
-    directions; the distance is the mean difference of the sorted projections, over directions and scales. Both
-    sets need as many videos of one size. No network is asked: whoever has the videos can recompute it.
+    directions; the distance is the mean difference of the sorted projections, over directions and scales.
+    Both sets need as many videos of one size. No network is asked: whoever has the videos can recompute it.
     """
     source = torch.Generator().manual_seed(seed)
     distances = []
@@ -89,14 +89,17 @@ def psnr(videos: Tensor, truth: Tensor) -> float:
 
 def run_all(run: Run) -> None:
     """videos-SEED.json of every seed, with its results by case, and the videos of the first seed."""
-    for seed in run.plan.seeds:
-        if not run.has(f"videos-{seed}.json"):
-            run.clock.check()
-            run.write(f"videos-{seed}.json", _one_seed(run, seed))
+    todo = [seed for seed in run.plan.seeds if not run.has(f"videos-{seed}.json")]
+    if not todo:
+        return
+    students = Students(run)
+    for seed in todo:
+        run.clock.check()
+        run.write(f"videos-{seed}.json", _one_seed(run, students, seed))
 
 
-def _one_seed(run: Run, seed: int) -> list[dict[str, Any]]:
-    students, vae = Students(run), autoencoder.load(run)
+def _one_seed(run: Run, students: Students, seed: int) -> list[dict[str, Any]]:
+    vae = autoencoder.load(run)
     clips = latents.load(run, HELD_OUT).subset(run.plan.held_out(seed))
     noise = torch.stack([noise_like(clips.latents[0], seed, place, SAMPLING) for place in clips.places])
     noise = noise.to(run.device)

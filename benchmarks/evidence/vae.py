@@ -1,7 +1,7 @@
 """Wan2.1's VAE at any width, over whole clips at once, under the names that ComfyUI's own loader knows.
 
 Same weights, same result as the original, which works through a clip in pieces: convolutions in time look
-back only, and the first frame is never joined with others. 4 frames of 8 × 8 pixels are 16 values of a latent.
+back only, and the first frame is never joined with others. 4 frames of 8 × 8 pixels are 16 values of it.
 """
 
 from __future__ import annotations

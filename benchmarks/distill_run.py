@@ -51,7 +51,7 @@ SMALL = Size(
     (13, 48, 48),
     clips=256,
     batch=8,
-    pretrain=2000,
+    pretrain=1200,
     distil=500,
 )
 TINY = Size(

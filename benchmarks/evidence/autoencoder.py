@@ -153,10 +153,15 @@ def encode(run: Run) -> None:
             continue
         count = run.plan.clips[purpose]
         at_once = max(1, FEW_PIXELS // math.prod(grid.video))
-        parts = []
+        parts: list[Tensor] = []
+        limit = math.inf if purpose == HELD_OUT else 60 * run.plan.encode_minutes
+        started = time.monotonic()
         for first in range(0, count, at_once):
             run.clock.check()
+            if time.monotonic() - started > limit:
+                break
             shown = scenes(run, purpose, range(first, min(first + at_once, count)))
             parts.append(((_encode(run, vae, shown, grid) - mean) / std).half().cpu())
-        save_file({"latents": torch.cat(parts)}, latents_file(run, purpose))
-        run.say(f"{count} {purpose} clips encoded")
+        latents = torch.cat(parts)
+        save_file({"latents": latents}, latents_file(run, purpose))
+        run.say(f"{len(latents)} of {count} {purpose} clips encoded")

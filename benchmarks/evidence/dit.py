@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +109,7 @@ def _train_stage(run: Run, stage: Stage, base: Path, out: Path) -> None:
         follow(run, loop, stage.minutes)
 
 
-def follow(run: Run, loop: Distillation, minutes: float) -> list[dict[str, Any]]:
+def follow(run: Run, loop: Distillation, minutes: float = math.inf) -> list[dict[str, Any]]:
     """Make a run's steps until they are done or the minutes are over; goes on from its latest checkpoint.
 
     Returns its log. OutOfTime, with a checkpoint, when this process has no more time.

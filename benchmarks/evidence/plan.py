@@ -79,8 +79,9 @@ class DitPlan:
 
 @dataclass(frozen=True)
 class DistilPlan:
+    """As many steps for every arm, however long they take."""
+
     steps: int
-    minutes: float
     batch: int
     learning_rate: float
 
@@ -114,6 +115,7 @@ class Plan:
     seed: int
     seeds: tuple[int, ...]
     sparsities: tuple[float, ...]
+    encode_minutes: float
     short: Grid
     long: Grid
     vae: VaePlan
@@ -161,6 +163,7 @@ def plan_from(table: Table) -> Plan:
         seed=table["seed"],
         seeds=tuple(table["seeds"]),
         sparsities=tuple(table["sparsities"]),
+        encode_minutes=table["encode_minutes"],
         **grids,
         vae=VaePlan(**{**table["vae"], "crop": tuple(table["vae"]["crop"])}),
         clips=table["clips"],

@@ -153,9 +153,11 @@ def train(run: Run) -> None:
             loop.held_out = held_out.subset(run.plan.held_out(case.seed))
             result: dict[str, Any] = {"arm": case.arm.name, "sparsity": case.sparsity, "seed": case.seed}
             if case.arm.loss:
-                log = follow(run, loop, run.plan.distil.minutes)
+                log = follow(run, loop)
                 result |= {"steps": loop.step, "seconds": sum(line.get("seconds", 0.0) for line in log)}
-            result["velocity_error"] = loop.validate()["error"]
+                result["velocity_error"] = log[-1]["validation"]["error"]
+            else:
+                result["velocity_error"] = loop.validate()["error"]
             run.write(str((folder(run, case) / RESULT).relative_to(run.out)), result)
             run.say(f"{case.name}: velocity error {result['velocity_error']:.3%}")
     shipped = next(

@@ -20,7 +20,7 @@ def test_the_python_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
 def test_every_make_target_exists() -> None:
     targets = set(re.findall(r"\bmake ([a-z][a-z-]*)", README))
     rules = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
-    assert {"demo", "test", "test-gpu", "bench", "build"} <= targets
+    assert {"demo", "test", "browser", "pictures", "test-gpu", "bench", "build"} <= targets
     assert targets <= rules
 
 
@@ -32,8 +32,14 @@ def test_every_file_it_names_exists() -> None:
 
 
 def test_every_widget_of_the_table_exists() -> None:
-    table = README.split("## Use")[1].split("## Limits")[0]
+    table = README.split("## Nodes")[1].split("## Students")[0]
     schema = (ROOT / "nodes" / "patch.py").read_text(encoding="utf-8")
     widgets = re.findall(r"`(\w+)`", "\n".join(re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)))
     assert len(widgets) >= 8
     assert all(f'"{widget}"' in schema for widget in widgets)
+
+
+def test_its_pictures_are_small() -> None:
+    pictures = re.findall(r"!\[.+?\]\((.+?)\)", README)
+    assert {"docs/graph.jpg", "docs/report.jpg", "docs/help.jpg"} <= set(pictures)
+    assert all((ROOT / picture).stat().st_size < 200_000 for picture in pictures)

@@ -12,18 +12,19 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from . import clips
-from .plan import Grid
+from .plan import LATENT_CHANNELS, Grid
 from .run import HELD_OUT, LONG, PURPOSES, SHORT, VAE, VAE_FILE, Run
-from .vae import Vae
+from .vae import Residual, Vae
 
 WARMUP = 50  # steps
 LOG_EVERY = 20  # steps, since reading a loss waits for the device
 MEASURED_CLIPS = 32  # by which the latent's mean and deviation are taken
 FEW_PIXELS = 10_000_000  # that are rendered or encoded at once
 LOG_VARIANCE = (-20.0, 10.0)  # within which it is kept
+FIRST_LOG_VARIANCE = -4.0
 
 
 def wan_latent(device: torch.device) -> tuple[Tensor, Tensor]:
@@ -43,7 +44,7 @@ def train(run: Run) -> None:
     """The VAE, in ComfyUI's scheme, fp16: `VAE_FILE`; vae.json tells of its training."""
     plan = run.plan.vae
     torch.manual_seed(run.plan.seed)
-    vae = Vae(plan.width).to(run.device)
+    vae = _random_vae(plan.width).to(run.device)
     optimizer = torch.optim.AdamW(
         vae.parameters(), lr=plan.learning_rate, betas=(0.9, 0.99), weight_decay=0.0
     )
@@ -60,7 +61,7 @@ def train(run: Run) -> None:
             back = vae.decode(latent).float()
         kl = 0.5 * (mean.float().square() + log_variance.exp() - 1 - log_variance).mean()
         error = (back - video).abs().mean()
-        loss = error + plan.gradient * _gradient_error(back, video) + plan.kl * kl
+        loss = error + F.mse_loss(back, video) + plan.gradient * _gradient_error(back, video) + plan.kl * kl
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
@@ -76,6 +77,23 @@ def train(run: Run) -> None:
     weights = {name: weight.detach().half().cpu().contiguous() for name, weight in vae.state_dict().items()}
     save_file(weights, run.out / VAE_FILE, {"format": "pt"})
     run.write("vae.json", {"steps": step, "psnr": _psnr(run, load(run)), "log": log})
+
+
+def _random_vae(width: int) -> Vae:
+    """Residual blocks that add nothing at first and latents with little noise: so it learns at once."""
+    vae = Vae(width)
+    for module in vae.modules():
+        if isinstance(module, (nn.Conv2d, nn.Conv3d)):
+            nn.init.kaiming_normal_(module.weight, nonlinearity="linear")
+            assert module.bias is not None
+            nn.init.zeros_(module.bias)
+    for module in vae.modules():
+        if isinstance(module, Residual):
+            nn.init.zeros_(module.residual[-1].weight)  # type: ignore[arg-type]
+    assert vae.conv1.bias is not None
+    nn.init.zeros_(vae.conv1.weight[LATENT_CHANNELS:])
+    nn.init.constant_(vae.conv1.bias[LATENT_CHANNELS:], FIRST_LOG_VARIANCE)
+    return vae
 
 
 def _crops(run: Run) -> Iterator[Tensor]:

@@ -1,6 +1,7 @@
 """Diffusers' WanTransformer3DModel with sparse self-attention, which can be switched to its own dense one.
 
-Text and image cross-attention keep diffusers' processors. Diffusers itself is needed only to load a model.
+Text and image cross-attention keep diffusers' processors, and the dense attention too, except where our own
+kernel is faster at it. Diffusers itself is needed only to load a model.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from torch import Tensor, nn
 
 from ..attention import sparse_attention
 from ..config import SparseConfig
+from ..exact import attend as attend_densely
+from ..exact import is_fastest
 from .keys import SCHEMES
 
 DIFFUSERS = next(scheme for scheme in SCHEMES if scheme.name == "diffusers")  # its parameters' names
@@ -81,7 +84,8 @@ class _Processor:
 
         The other two are None in self-attention; diffusers passes them all the same.
         """
-        if not self.shared.active:
+        active = self.shared.active
+        if not active and not is_fastest(hidden_states, attn.heads, hidden_states.shape[1]):
             return self.own(attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb)
         v = attn.to_v(hidden_states).unflatten(-1, (attn.heads, -1))
         q, k = (
@@ -93,7 +97,7 @@ class _Processor:
             turn = torch.complex(cos, sin)
             q, k = (_rotate(x, turn) for x in (q, k))
         q, k, v = (x.to(v.dtype).transpose(1, 2) for x in (q, k, v))
-        out = self.shared.attend(q, k, v, self.shared.config)
+        out = self.shared.attend(q, k, v, self.shared.config) if active else attend_densely(q, k, v)
         projection, dropout = attn.to_out
         return dropout(projection(out.transpose(1, 2).flatten(2)))
 

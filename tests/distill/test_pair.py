@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from sparge_core import BlockMask, exact, reference
 from sparge_core.distill import data
 from sparge_core.distill.options import options_from
 from sparge_core.distill.pair import Batch, WanPair
@@ -63,6 +65,27 @@ def test_the_teacher_is_the_model_as_diffusers_runs_it(student: str, kind: dict[
     taught, teacher = velocities(pair, x, batch)
     torch.testing.assert_close(teacher, expected)
     assert not torch.allclose(taught, expected, atol=1e-3)
+
+
+def test_a_teacher_by_our_kernel_teaches_the_same(
+    kind: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair, x, batch = make_pair(kind)
+    _, expected = velocities(pair, x, batch)
+    calls = []
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float) -> Tensor:
+        calls.append(mask.sparsity.item())
+        return reference.attention(q, k, v, mask, scale=scale)
+
+    kernels = SimpleNamespace(attention=attention, fastest_when_dense=lambda *_: True)
+    monkeypatch.setattr(exact, "cuda_kernels", lambda: kernels)
+    monkeypatch.setattr(exact, "DEVICE", "cpu")
+    monkeypatch.setattr(exact, "HALF", (torch.float32,))
+    monkeypatch.setattr(exact, "MIN_PAIRS", 1)
+    _, teacher = velocities(pair, x, batch)
+    assert calls == [0.0] * 2  # once a layer, and not in the student, which is sparse
+    torch.testing.assert_close(teacher, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_an_untrained_student_that_keeps_every_block_equals_its_teacher(kind: dict[str, Any]) -> None:

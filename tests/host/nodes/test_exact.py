@@ -25,20 +25,22 @@ def kernels(pack: ModuleType, comfy: ModuleType, monkeypatch: pytest.MonkeyPatch
     """Our kernel on the CPU in place of ComfyUI's function, whichever that is; key tokens of each call."""
     from comfy.ldm.wan import model as wan_model
 
-    exact = importlib.import_module(f"{pack.__name__}.nodes.exact")
-    core = importlib.import_module(f"{pack.__name__}.sparge_core.reference")
+    room = importlib.import_module(f"{pack.__name__}.nodes.exact")
+    exact, core = (
+        importlib.import_module(f"{pack.__name__}.sparge_core.{name}") for name in ("exact", "reference")
+    )
 
     def attention(q: Tensor, k: Tensor, v: Tensor, mask: Any, scale: float) -> Tensor:
         found.calls.append(k.shape[2])
         out: Tensor = core.attention(q, k, v, mask, scale=scale)
         return out
 
-    found = SimpleNamespace(calls=[], attention=attention, fastest_when_dense=lambda *_: True, room=exact)
+    found = SimpleNamespace(calls=[], attention=attention, fastest_when_dense=lambda *_: True, room=room)
     monkeypatch.setattr(exact, "cuda_kernels", lambda: found)
     monkeypatch.setattr(exact, "DEVICE", "cpu")
     monkeypatch.setattr(exact, "HALF", (torch.float32,))
     monkeypatch.setattr(exact, "MIN_PAIRS", 1)
-    monkeypatch.setattr(exact, "REPLACED", wan_model.optimized_attention.__name__)
+    monkeypatch.setattr(room, "REPLACED", wan_model.optimized_attention.__name__)
     return found
 
 

@@ -150,14 +150,13 @@ def train(run: Run) -> None:
             run.clock.check()
             students.become(case, trained=False)
             loop = Distillation(students.options(case), students.pair, clips)
-            loop.held_out = held_out.subset(run.plan.held_out(case.seed))
             result: dict[str, Any] = {"arm": case.arm.name, "sparsity": case.sparsity, "seed": case.seed}
             if case.arm.loss:
                 log = follow(run, loop)
                 result |= {"steps": loop.step, "seconds": sum(line.get("seconds", 0.0) for line in log)}
-                result["velocity_error"] = log[-1]["validation"]["error"]
-            else:
-                result["velocity_error"] = loop.validate()["error"]
+            loop.held_out = held_out.subset(run.plan.held_out(case.seed))
+            validation = loop.validate()
+            result |= {"velocity_error": validation["error"], "at": validation["at"]}
             run.write(str((folder(run, case) / RESULT).relative_to(run.out)), result)
             run.say(f"{case.name}: velocity error {result['velocity_error']:.3%}")
     shipped = next(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.metadata
 import re
 import subprocess
@@ -57,6 +58,29 @@ def test_no_install_touches_the_users_torch(project: dict[str, Any]) -> None:
     assert not {"torch", "torchvision", "torchaudio", "triton"} & {_distribution(line) for line in wanted}
 
 
+# Modules whose distribution has another name; and those that come from elsewhere: torch is the user's own, the
+# rest is ComfyUI's.
+DISTRIBUTIONS = {"PIL": "pillow"}
+NOT_DECLARED = {"torch", "comfy", "comfy_api", "comfy_execution", "folder_paths", "nodes", "server"}
+
+
+def test_what_an_import_of_the_pack_needs_is_declared(project: dict[str, Any]) -> None:
+    """Of modules: what is imported inside of functions is optional, and so is all of sparge_core.distill."""
+    declared = {_distribution(line) for line in project["project"]["dependencies"]}
+    needed = set()
+    for file in [*(ROOT / "nodes").glob("*.py"), *(ROOT / "sparge_core").rglob("*.py")]:
+        if "distill" in file.relative_to(ROOT).parts:
+            continue
+        for node in ast.parse(file.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.Import):
+                needed |= {name.name.split(".")[0] for name in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+                needed.add(node.module.split(".")[0])
+    outside = needed - set(sys.stdlib_module_names) - NOT_DECLARED
+    assert {DISTRIBUTIONS.get(module, module) for module in outside} <= declared
+    assert "pillow" in {DISTRIBUTIONS.get(module, module) for module in outside}
+
+
 def test_the_registry_gets_what_it_needs(project: dict[str, Any]) -> None:
     """The rules are those of ComfyUI's registry for pyproject.toml."""
     about, comfy = project["project"], project["tool"]["comfy"]
@@ -68,6 +92,8 @@ def test_the_registry_gets_what_it_needs(project: dict[str, Any]) -> None:
     assert "Environment :: GPU :: NVIDIA CUDA" in about["classifiers"]
     assert re.fullmatch(r"[a-z][a-z0-9-]*", comfy["PublisherId"])
     assert comfy["DisplayName"] == "SpargeAttention2"
+    assert set(about["keywords"]) >= {"comfyui", "wan2.1"}
+    assert all(re.fullmatch(r"https://\S+", url) for url in about["urls"].values())
     assert re.fullmatch(r">=\d+\.\d+\.\d+", comfy["requires-comfyui"])
     assert comfy["includes"] == ["cubins"]
 

@@ -58,8 +58,7 @@ def test_no_install_touches_the_users_torch(project: dict[str, Any]) -> None:
     assert not {"torch", "torchvision", "torchaudio", "triton"} & {_distribution(line) for line in wanted}
 
 
-# Modules whose distribution has another name; and those that come from elsewhere: torch is the user's own, the
-# rest is ComfyUI's.
+# Modules whose distribution has another name; and those that are of torch or of ComfyUI.
 DISTRIBUTIONS = {"PIL": "pillow"}
 NOT_DECLARED = {"torch", "comfy", "comfy_api", "comfy_execution", "folder_paths", "nodes", "server"}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import platform
 import shutil
 import statistics
@@ -54,17 +55,23 @@ class Clock:
         return (time.perf_counter() - start) * 1e3
 
     def host_microseconds(self, run: Run, ms: float) -> float | None:
-        """Host time to issue one call on an idle queue; None without a queue (CPU) or for long calls."""
+        """Median host time to issue one call on a queue with room; None on a CPU and for long calls.
+
+        Python's collector stays off, as in timeit: what the peers import gives it much to look through.
+        """
         calls = min(MAX_HOST_CALLS, int(self.cell_ms / max(ms, 1e-3)))
         if not self.cuda or calls < MIN_CALLS:
             return None
         torch.cuda.synchronize(self.device)
-        start = time.perf_counter()
-        for _ in range(calls):
-            run()
-        issued = time.perf_counter() - start
+        collecting = gc.isenabled()
+        gc.disable()
+        try:
+            times = [self._host_time(run) for _ in range(calls)]
+        finally:
+            if collecting:
+                gc.enable()
         torch.cuda.synchronize(self.device)
-        return issued / calls * 1e6
+        return statistics.median(times) * 1e3
 
     def extra_megabytes(self, run: Run, output_bytes: int) -> float | None:
         """Peak memory of one call beyond its inputs and its output, in 10^6 bytes; None on a CPU."""

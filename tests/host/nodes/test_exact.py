@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
+from types import MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -105,11 +105,12 @@ def test_another_nodes_patch_of_the_text_attention_stays(
     own = model.get_model_object(TEXT_KEY)
     calls = []
 
-    def theirs(*args: Any, **kwargs: Any) -> Tensor:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
         calls.append(1)
         out: Tensor = own(*args, **kwargs)
         return out
 
+    theirs = MethodType(forward, own.__self__)
     below.add_object_patch(TEXT_KEY, theirs)
     patched = patch(below)
     assert patched.object_patches[TEXT_KEY] is theirs

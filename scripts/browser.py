@@ -37,7 +37,15 @@ PATCH, REPORT = "SpargeAttention2Patch", "SpargeSparsityReport"
 TINY = ROOT / "workflows" / "wan21_tiny.json"
 DOCS, HELP_PICTURES = ROOT / "docs", ROOT / "web" / "docs" / "pictures"
 RUN_SECONDS = 240.0  # the tiny workflow takes ten on an idle machine
+PATIENCE = 120_000  # milliseconds, for what takes one or two on an idle machine
 DRAWN = 300  # milliseconds, in which the canvas is drawn anew
+# A user's settings: without the templates that greet a new one, the map and the panel at the side.
+SETTINGS = {
+    "Comfy.TutorialCompleted": True,
+    "Comfy.Minimap.Visible": False,
+    "Comfy.Graph.CanvasInfo": False,
+    "Comfy.RightSidePanel.IsOpen": False,
+}
 READY = f"() => !!window.app?.graph && !!window.LiteGraph?.registered_node_types['{PATCH}']"
 
 
@@ -77,19 +85,12 @@ class FrontEnd:
         self.page = page
         self.server = server
 
-    def start(self) -> None:
-        """Load the front end anew, with every text drawn, and neither map nor panel over the nodes."""
+    def start(self, language: str = "en") -> None:
+        """Load the front end anew, with every text drawn, and nothing that hides the nodes."""
+        self.server.post("/settings", {**SETTINGS, "Comfy.Locale": language})
         self.page.goto(self.server.url)
         self.page.wait_for_function(READY)
-        self.set("Comfy.Minimap.Visible", False)
-        self.set("Comfy.RightSidePanel.IsOpen", False)
-        self.set("Comfy.Graph.CanvasInfo", False)
         self.page.evaluate("() => { app.canvas.min_font_size_for_lod = 0 }")
-
-    def set(self, setting: str, value: Any) -> None:
-        self.page.evaluate(
-            "([name, value]) => app.extensionManager.setting.set(name, value)", [setting, value]
-        )
 
     def command(self, name: str) -> None:
         self.page.evaluate("name => app.extensionManager.command.execute(name)", name)
@@ -188,11 +189,10 @@ def front_end(server: Server) -> Iterator[FrontEnd]:
             reason = str(error).strip().splitlines()[0]
             raise BrowserError(f"Chromium does not start ({reason}). Install one: {INSTALL}") from None
         try:
-            shown = FrontEnd(browser.new_page(viewport=WINDOW, locale="en-US"), server)
+            page = browser.new_page(viewport=WINDOW)
+            page.set_default_timeout(PATIENCE)
+            shown = FrontEnd(page, server)
             shown.start()
-            with contextlib.suppress(_api().TimeoutError):
-                shown.page.get_by_role("dialog").first.wait_for(timeout=3000)
-                shown.page.keyboard.press("Escape")  # the templates, which greet a new user
             yield shown
         finally:
             browser.close()

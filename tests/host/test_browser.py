@@ -27,6 +27,7 @@ def shown(server: Server) -> Iterator[FrontEnd]:
         pytest.skip(str(error))
     yield front
     opened.__exit__(None, None, None)
+    server.post("/settings", {"Comfy.Locale": "en"})
 
 
 @pytest.mark.parametrize("file", WORKFLOWS, ids=lambda file: file.stem)
@@ -97,13 +98,9 @@ _HAS_PICTURE = """([name, width]) =>
 
 
 def test_a_chinese_user_gets_chinese_names_and_pages(shown: FrontEnd) -> None:
-    shown.set("Comfy.Locale", "zh")
-    try:
-        shown.start()
-        shown.open(TINY)
-        labels = dict(shown.page.evaluate(_WIDGETS, [PATCH, "label"]))
-        assert labels["sparsity"] == "稀疏度"
-        text = shown.help(PATCH).inner_text()
-        assert [label for label in labels.values() if label not in text] == []
-    finally:
-        shown.set("Comfy.Locale", "en")
+    shown.start("zh")
+    shown.open(TINY)
+    labels = dict(shown.page.evaluate(_WIDGETS, [PATCH, "label"]))
+    assert labels["sparsity"] == "稀疏度"
+    text = shown.help(PATCH).inner_text()
+    assert [label for label in labels.values() if label not in text] == []

@@ -18,6 +18,7 @@ PHASES: dict[str, Callable[[Run], None]] = {
     "latents": autoencoder.encode,
     "dit": dit.train,
     "students": students.train,
+    "demo": students.train_demo,
     "maps": maps.run_all,
     "videos": sampling.run_all,
 }

@@ -79,7 +79,7 @@ class DitPlan:
 
 @dataclass(frozen=True)
 class DistilPlan:
-    """As many steps for every arm, however long they take."""
+    """How students are trained: as many steps for every arm, however long they take."""
 
     steps: int
     batch: int
@@ -122,6 +122,7 @@ class Plan:
     clips: Mapping[str, int]
     dit: DitPlan
     distil: DistilPlan
+    demo: DistilPlan
     sampling: SamplingPlan
     arms: tuple[Arm, ...]
 
@@ -169,6 +170,7 @@ def plan_from(table: Table) -> Plan:
         clips=table["clips"],
         dit=DitPlan(**dit, stages=stages),
         distil=DistilPlan(**table["distil"]),
+        demo=DistilPlan(**table["demo"]),
         sampling=SamplingPlan(**table["sampling"]),
         arms=tuple(Arm(**arm) for arm in table["arms"]),
     )

@@ -18,13 +18,13 @@ from . import autoencoder, clips
 from .maps import ALL, MASS, RULES, SKEWED, UNIFORM
 from .plan import RASTER, TILES
 from .run import HELD_OUT, Run
-from .sampling import DENSE
-from .students import RESULT, Case, cases, folder
+from .sampling import DEMO_DENSE, DEMO_FREE, DENSE, KEPT
+from .students import RESULT, Case, cases, demo_case, folder
 
 TABLES = "tables.json"
 FONT_SIZE = 13
 LINE = 20  # pixels of a line of text in a picture
-SHOWN, COLUMNS = 3, 6  # clips and frames of each in the picture
+COLUMNS = 6  # frames of each clip in a picture
 FRAME_MS = round(1000 / clips.FRAMES_A_SECOND)
 MEASURES = ("velocity_error", "latent_error", "psnr_to_dense", "distance_to_dense", "distance_to_real")
 
@@ -75,13 +75,14 @@ def tables(run: Run) -> dict[str, Any]:
 
 
 def make(run: Run, machine: Mapping[str, str], seconds: Mapping[str, float]) -> None:
-    """Write tables.json, tables.md, clips.png, videos.png and videos.webp."""
+    """Write tables.json and tables.md, clips.png, and videos.* and demo.* as .png and .webp."""
     content = tables(run)
     facts = {"machine": dict(machine), "seconds": dict(seconds), "vae": run.read("vae.json")["psnr"]}
     run.write(TABLES, {**facts, "dit": run.read("dit.json"), **content})
     (run.out / "tables.md").write_text(markdown(content, run.plan.sparsities), encoding="utf-8")
     show_clips(run).save(run.out / "clips.png")
     _show_videos(run)
+    _show_demo(run)
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -152,7 +153,7 @@ def show_clips(run: Run) -> Image.Image:
     """Rendered clips with their captions, and under each what the VAE makes of it."""
     vae = autoencoder.load(run)
     rows: list[tuple[str, Tensor]] = []
-    for scene in autoencoder.scenes(run, HELD_OUT, range(SHOWN)):
+    for scene in autoencoder.scenes(run, HELD_OUT, range(KEPT)):
         video = clips.render([scene], *run.plan.short.video, run.device)
         with torch.no_grad(), run.autocast():
             back = vae.decode(vae.encode(video)).float()
@@ -183,25 +184,40 @@ def strips(rows: Sequence[tuple[str, np.ndarray]], width: int = 240) -> Image.Im
 
 
 def _show_videos(run: Run) -> None:
-    """videos.png and videos.webp: clips of the first seed, dense and at the highest sparsity."""
+    """Long clips of the first seed, dense and at the highest sparsity."""
     seed, sparsity = run.plan.seeds[0], max(run.plan.sparsities)
     arms = {arm.name: Case(arm, sparsity, seed).name for arm in run.plan.arms}
-    shown = {
+    files = {
         "dense": DENSE,
         f"training-free, {sparsity:.0%} sparse": arms["union, training-free"],
         f"distilled, {sparsity:.0%} sparse": arms["union"],
         f"diffusion loss, {sparsity:.0%} sparse": arms["union, diffusion loss"],
     }
-    folder = run.out / "videos"
-    videos = {name: load_file(folder / f"{file}.safetensors")["videos"] for name, file in shown.items()}
-    scenes = autoencoder.scenes(run, HELD_OUT, run.plan.held_out(seed)[:SHOWN])
+    _show(run, "videos", files)
+
+
+def _show_demo(run: Run) -> None:
+    """Short clips: dense, training-free and by the demo's student."""
+    case = demo_case(run)
+    files = {
+        "dense": DEMO_DENSE,
+        f"training-free, {case.sparsity:.0%} sparse": DEMO_FREE,
+        f"distilled, {case.sparsity:.0%} sparse": case.name,
+    }
+    _show(run, "demo", files)
+
+
+def _show(run: Run, name: str, files: Mapping[str, str]) -> None:
+    """Kept videos under each other as a picture, and the first of each beside each other as an animation."""
+    held = run.out / "videos"
+    videos = {text: load_file(held / f"{file}.safetensors")["videos"] for text, file in files.items()}
+    scenes = autoencoder.scenes(run, HELD_OUT, run.plan.held_out(run.plan.seeds[0])[:KEPT])
     rows = []
     for clip, scene in enumerate(scenes):
-        for number, (name, made) in enumerate(videos.items()):
-            text = f"{scene.caption}: {name}" if number == 0 else name
-            rows.append((text, pixels(made[clip])))
-    strips(rows).save(run.out / "videos.png")
-    save_webp(run.out / "videos.webp", [(name, pixels(made[0])) for name, made in videos.items()])
+        for number, (text, made) in enumerate(videos.items()):
+            rows.append((f"{scene.caption}: {text}" if number == 0 else text, pixels(made[clip])))
+    strips(rows).save(run.out / f"{name}.png")
+    save_webp(run.out / f"{name}.webp", [(text, pixels(made[0])) for text, made in videos.items()])
 
 
 def save_webp(path: Path, videos: Sequence[tuple[str, np.ndarray]], width: int = 360) -> None:

@@ -19,6 +19,7 @@ PURPOSES = {SHORT: 0, LONG: 1, HELD_OUT: 2, VAE: 3}
 VAE_FILE = "evidence_vae.safetensors"
 DIT_FILE = "evidence_wan.safetensors"
 STUDENT_FILE = "evidence_student.safetensors"
+DEMO_STUDENT_FILE = "evidence_student_short.safetensors"
 
 
 @dataclass(frozen=True)

@@ -20,13 +20,15 @@ from . import autoencoder, latents
 from .latents import Clips
 from .plan import SamplingPlan
 from .run import HELD_OUT, Run
-from .students import Students, cases
+from .students import Students, cases, demo_case
 
 SAMPLING = 100  # stream of the random numbers of the first noise
 PATCH = (4, 8, 8)  # frames, rows and columns of a patch of `video_distance`
 SCALES = (1, 2, 4)  # at which patches are taken: by how much the video is made smaller
 DIRECTIONS = 256  # that patches are projected on, at each scale
 DENSE = "dense"
+DEMO_DENSE, DEMO_FREE = "demo-dense", "demo-training-free"
+KEPT = 3  # videos of each arm of the first seed that are kept to be shown
 REAL = "held-out clips"
 
 Velocity = Callable[[Tensor, Tensor, Batch], Tensor]
@@ -93,9 +95,30 @@ def run_all(run: Run) -> None:
     if not todo:
         return
     students = Students(run)
+    _demo(run, students)
     for seed in todo:
         run.clock.check()
         run.write(f"videos-{seed}.json", _one_seed(run, students, seed))
+
+
+def _keep(run: Run, name: str, videos: Tensor) -> None:
+    frames = ((videos[:KEPT] + 1) * 127.5).round().to(torch.uint8).cpu()
+    (run.out / "videos").mkdir(exist_ok=True)
+    save_file({"videos": frames}, run.out / "videos" / f"{name}.safetensors")
+
+
+def _demo(run: Run, students: Students) -> None:
+    """Short videos of held-out captions: dense, training-free, and by the demo's student."""
+    vae, case = autoencoder.load(run), demo_case(run)
+    clips = latents.load(run, HELD_OUT).subset(range(min(KEPT, run.plan.held_out_each)))
+    like = torch.empty(run.plan.short.latent)
+    noise = torch.stack([noise_like(like, case.seed, place, SAMPLING) for place in clips.places]).to(
+        run.device
+    )
+    for name, trained in ((DEMO_DENSE, None), (DEMO_FREE, False), (case.name, True)):
+        students.become(case, trained=bool(trained))
+        velocity = students.pair.teacher if trained is None else students.pair.student
+        _keep(run, name, autoencoder.decode(run, vae, sample(velocity, noise, clips, run.plan.sampling)))
 
 
 def _one_seed(run: Run, students: Students, seed: int) -> list[dict[str, Any]]:
@@ -105,14 +128,11 @@ def _one_seed(run: Run, students: Students, seed: int) -> list[dict[str, Any]]:
     noise = noise.to(run.device)
     patches = run.plan.sampling.patches
     keep = seed == run.plan.seeds[0]
-    if keep:
-        (run.out / "videos").mkdir(exist_ok=True)
 
     def show(name: str, latent: Tensor) -> Tensor:
         videos = autoencoder.decode(run, vae, latent)
         if keep:
-            frames = ((videos + 1) * 127.5).round().to(torch.uint8).cpu()
-            save_file({"videos": frames}, run.out / "videos" / f"{name}.safetensors")
+            _keep(run, name, videos)
         return videos
 
     truth = sample(students.pair.teacher, noise, clips, run.plan.sampling)

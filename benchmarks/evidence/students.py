@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from sparge_core.distill.pair import WanPair
 from . import latents
 from .dit import base_folder, follow
 from .plan import TILES, Arm, Grid
-from .run import HELD_OUT, LONG, STUDENT_FILE, Run
+from .run import DEMO_STUDENT_FILE, HELD_OUT, LONG, SHORT, STUDENT_FILE, Run
 
 RESULT = "result.json"
 TILE = 4  # tokens along each side of a cube, so that it is a block of 64 keys
@@ -51,6 +51,12 @@ def cases(run: Run) -> Iterator[Case]:
     for seed in plan.seeds:
         for sparsity in plan.sparsities:
             yield from (Case(arm, sparsity, seed) for arm in plan.arms)
+
+
+def demo_case(run: Run) -> Case:
+    """The union's student at the highest sparsity and the short grid; in no table."""
+    (union,) = (arm for arm in run.plan.arms if arm.name == SHIPPED)
+    return Case(replace(union, name="demo"), max(run.plan.sparsities), run.plan.seeds[0])
 
 
 def folder(run: Run, case: Case) -> Path:
@@ -98,7 +104,8 @@ class Students:
         self._base = {name: weight.detach().clone() for name, weight in self.pair.trained.items()}
 
     def options(self, case: Case) -> TrainOptions:
-        run, plan = self.run, self.run.plan.distil
+        run = self.run
+        plan = run.plan.demo if case == demo_case(run) else run.plan.distil
         config = case.arm.config(case.sparsity)
         return options_from(
             {
@@ -163,3 +170,11 @@ def train(run: Run) -> None:
         case for case in cases(run) if (case.arm.name, case.sparsity) == (SHIPPED, max(run.plan.sparsities))
     )
     export(folder(run, shipped), run.out / STUDENT_FILE, DIFF_FILE, base=base_folder(run), dtype="fp16")
+
+
+def train_demo(run: Run) -> None:
+    """The demo's student, exported."""
+    case, students = demo_case(run), Students(run)
+    students.become(case, trained=False)
+    follow(run, Distillation(students.options(case), students.pair, latents.load(run, SHORT, latents.COPIES)))
+    export(folder(run, case), run.out / DEMO_STUDENT_FILE, DIFF_FILE, base=base_folder(run), dtype="fp16")

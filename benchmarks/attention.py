@@ -34,7 +34,7 @@ from .measure import Clock, machine
 from .methods import METHODS, Call, Method, Problem, make_problem
 from .results import Row, write
 
-SPARSITIES = (0.95, 0.9, 0.97, 0.75, 0.5, 0.0)  # most wanted first
+SPARSITIES = (0.95, 0.9, 0.97, 0.0, 0.75, 0.5)  # most wanted first
 QUICK_METHODS = ("ours", "ours-portable", "sdpa-cudnn", "sdpa-flash", "fa4", "fa4-128x128", "fa4-128x64")
 QUICK_SHAPES = ("14B-720p", "1.3B-480p")
 TINY_SPARSITIES = (0.75, 0.0)
@@ -65,7 +65,7 @@ class Benchmark:
     ) -> None:
         """Measures every cell. A CUDA error that ends the device's context ends the run with what there is.
 
-        sparsities: most wanted first.
+        sparsities: most wanted first; a run that is cut short has the first of every shape.
         """
         usable = []
         for method in methods:
@@ -76,24 +76,27 @@ class Benchmark:
                 continue
             status = "unsupported" if no_gpu else "not installed"
             self.rows += [self._empty(shape, method, status, reason[:NOTE_LENGTH]) for shape in shapes]
-        for shape in shapes:
-            for cell in self._cells(shape, sparsities, patterns):
-                for method in usable:
-                    self._measure(method, cell)
+        for sparsity in sparsities:
+            for shape in shapes:
+                for cell in self._cells(shape, sparsity, patterns):
+                    gradients = (
+                        cell.pattern == "uniform"
+                        and sparsity == sparsities[0]
+                        and shape.name in GRADIENT_SHAPES
+                    )
+                    for method in usable:
+                        self._measure(method, replace(cell, gradients=gradients))
 
-    def _cells(self, shape: Shape, sparsities: Sequence[float], patterns: Sequence[str]) -> Iterator[Problem]:
+    def _cells(self, shape: Shape, sparsity: float, patterns: Sequence[str]) -> Iterator[Problem]:
         dtype = DTYPES[self._dtype]
         inputs: dict[bool, Inputs] = {}
-        for sparsity in sparsities:
-            for pattern in patterns:
-                if sparsity == 0 and pattern != "uniform":
-                    continue  # all blocks are all blocks
-                structured = pattern == "structured"
-                if structured not in inputs:
-                    inputs[structured] = make_inputs(shape, structured, self._device, dtype)
-                problem = make_problem(inputs[structured], sparsity, pattern)
-                wanted = pattern == "uniform" and sparsity == sparsities[0] and shape.name in GRADIENT_SHAPES
-                yield replace(problem, gradients=wanted)
+        for pattern in patterns:
+            if sparsity == 0 and pattern != "uniform":
+                continue  # all blocks are all blocks
+            structured = pattern == "structured"
+            if structured not in inputs:
+                inputs[structured] = make_inputs(shape, structured, self._device, dtype)
+            yield make_problem(inputs[structured], sparsity, pattern)
 
     def _measure(self, method: Method, problem: Problem) -> None:
         shape = problem.inputs.shape

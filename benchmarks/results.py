@@ -15,7 +15,6 @@ FOLDER = Path(__file__).parent / "results"
 ATTENTION = "h200-attention.json"
 WAN_STEP = "h200-wan-step.json"
 START = "h200-start.json"
-GRADIENTS = "h200-gradients.json"  # a run of its own; the rows are those of ATTENTION
 
 PARTS = ("mask", "kernel", "total", "backward", "fwd+bwd")
 STATUSES = ("ok", "not installed", "unsupported", "failed", "wrong", "out of time")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from .cases import SHAPES
-from .results import ATTENTION, FOLDER, GRADIENTS, START, WAN_STEP, read
+from .results import ATTENTION, FOLDER, START, WAN_STEP, read
 
 README = Path(__file__).resolve().parent.parent / "README.md"
 BEGIN, END = "<!-- speed:begin -->", "<!-- speed:end -->"
@@ -37,7 +37,7 @@ Rows = Sequence[Mapping[str, Any]]
 def attention_text(data: Mapping[str, Any]) -> str:
     """Dense against sparse by video and sparsity, then the sparse kernels side by side."""
     rows = [row for row in data["rows"] if row["status"] == "ok"]
-    return f"{_head(data['machine'])}\n\n{_by_sparsity(rows)}\n\n{_by_method(rows)}"
+    return f"{_head(data['machine'])}\n\n{_by_sparsity(rows)}\n\n{_by_method(rows)}\n\n{_gradients(rows)}"
 
 
 def _head(machine: Mapping[str, str]) -> str:
@@ -109,9 +109,9 @@ def step_text(data: Mapping[str, Any]) -> str:
     )
 
 
-def gradients_text(data: Mapping[str, Any]) -> str:
+def _gradients(rows: Rows) -> str:
     """Forward and backward of one layer, dense and sparse."""
-    rows = [row for row in data["rows"] if row["status"] == "ok" and row["pattern"] == "uniform"]
+    rows = [row for row in rows if row["pattern"] == "uniform"]
     names = {**DENSE, "ours": PEERS["ours"], "ours-portable": PEERS["ours-portable"]}
     lines = []
     for shape in _shapes(rows):
@@ -120,10 +120,11 @@ def gradients_text(data: Mapping[str, Any]) -> str:
             if of_method[1] is None:
                 continue
             sparsity = of_method[1]["sparsity"]
+            of_method[0] = _find(rows, shape=shape, method=method, part="total", sparsity=sparsity)
             kind = f"{name}, {sparsity:.0%} sparse" if sparsity else name
             lines.append([shape, kind, *map(_milliseconds, of_method)])
     head = ["one layer's self-attention", "", "forward", "backward", "forward + backward"]
-    return f"Training, mask included, in milliseconds ({_made(data['machine'])}):\n\n{_markdown(head, lines)}"
+    return f"Training, mask included, in milliseconds:\n\n{_markdown(head, lines)}"
 
 
 def start_text(data: Mapping[str, Any]) -> str:
@@ -138,7 +139,7 @@ def start_text(data: Mapping[str, Any]) -> str:
 
 def speed_text(folder: Path = FOLDER) -> str:
     """All tables of the results in `folder`; empty where there are none."""
-    makers = {ATTENTION: attention_text, GRADIENTS: gradients_text, WAN_STEP: step_text, START: start_text}
+    makers = {ATTENTION: attention_text, WAN_STEP: step_text, START: start_text}
     return "\n\n".join(
         make(read(folder / name)) for name, make in makers.items() if (folder / name).is_file()
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -118,6 +119,18 @@ def only_row(run: Callable[[Tensor, Tensor, Tensor], Tensor], seconds: float = 6
     benchmark.run([TINY], [Fake(run)], [0.0], ["uniform"])
     (row,) = benchmark.rows
     return row
+
+
+def test_a_run_that_is_cut_short_has_the_most_wanted_sparsity_of_every_shape() -> None:
+    class Sparse(Fake):
+        dense = False
+
+    benchmark = attention.Benchmark(CPU, "bf16", 1.0, time.monotonic() + 60)
+    shapes = [TINY, replace(TINY, name="other")]
+    right = Sparse(lambda q, k, v: dense_attention(q, k, v).to(q.dtype))
+    benchmark.run(shapes, [right], [0.75, 0.0], ["uniform"])
+    measured = [(row.sparsity, row.shape) for row in benchmark.rows]
+    assert measured == [(0.75, "tiny"), (0.75, "other"), (0.0, "tiny"), (0.0, "other")]
 
 
 def test_a_right_method_is_timed() -> None:

@@ -44,7 +44,7 @@ SHAPE_FIELDS = (
 class SparseSelfAttention:
     """What the self-attentions of one model share: the settings, and whether they are sparse just now.
 
-    attend: what computes it, from q, k, v and the settings; to be replaced by who wants to see or reorder them.
+    attend: what computes it, from q, k, v and the settings; replaced by who wants to see or reorder them.
     """
 
     def __init__(self, model: nn.Module, config: SparseConfig) -> None:

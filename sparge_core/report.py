@@ -41,10 +41,13 @@ def describe(summary: dict[str, Any]) -> str:
 
 
 def status(step: int, steps: int, progress: tuple[float | None, int, int]) -> str:
-    """One line on a run that goes on: steps done, of how many, and what `RunStatistics.progress` says."""
+    """One line on a run that goes on: steps done, of how many, and what `RunStatistics.progress` says.
+
+    A node as wide as it comes has room for about 45 characters.
+    """
     sparsity, sparse, dense = progress
-    skipped = "" if sparsity is None else f", {sparsity:.1%} of their work skipped"
-    return f"Step {step} of {steps}: {sparse} sparse calls{skipped}, {dense} dense."
+    skipped = "" if sparsity is None else f"{sparsity:.1%} skipped; "
+    return f"Step {step}/{steps}: {skipped}{sparse} sparse, {dense} dense"
 
 
 def _memory(memory: dict[str, Any]) -> list[str]:

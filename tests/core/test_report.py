@@ -286,7 +286,7 @@ def test_a_run_that_goes_on_is_told_in_a_line() -> None:
     assert status(1, 4, statistics.progress()) == "Step 1 of 4: 1 sparse calls, 0 dense."
     statistics.send()
     statistics.record_dense("a", 1, "layer set to dense")
-    line = "Step 2 of 4: 1 sparse calls, 75.0% of their work skipped, 1 dense."
+    line = "Step 2/4: 75.0% skipped; 1 sparse, 1 dense"
     assert status(2, 4, statistics.progress()) == line
 
 

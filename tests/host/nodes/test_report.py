@@ -210,7 +210,7 @@ def test_the_node_shows_how_the_run_goes_on(
     assert lines[0][1].startswith(f"Step 1 of 2: {LAYERS} sparse calls, ")
     assert (
         lines[-1][1]
-        == f"Step 2 of 2: {2 * LAYERS} sparse calls, {sparsity:.1%} of their work skipped, 0 dense."
+        == f"Step 2/2: {sparsity:.1%} skipped; {2 * LAYERS} sparse, 0 dense"
     )
 
     bars.clear()

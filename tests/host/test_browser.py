@@ -54,7 +54,7 @@ def test_the_tiny_workflow_runs_and_shows_its_report(shown: FrontEnd) -> None:
     shown.wait_for_picture(REPORT)
     report, status = (str(shown.page.evaluate(_WIDGETS, [node, "value"])) for node in (REPORT, PATCH))
     assert "8, which skipped 5" in report
-    assert "Step 4 of 4" in status
+    assert "Step 4/4: 5" in status
     (node,) = (node for node in load(TINY)["nodes"] if node["type"] == REPORT)
     assert outputs[str(node["id"])]["images"]
     take_graph(shown, SCREENSHOTS / "graph.jpg")

@@ -281,9 +281,9 @@ def test_layers_are_ranked_by_the_error_of_their_outputs(monkeypatch: pytest.Mon
 
 def test_a_run_that_goes_on_is_told_in_a_line() -> None:
     statistics = RunStatistics(["a"], 4)
-    assert status(1, 4, statistics.progress()) == "Step 1 of 4: 0 sparse calls, 0 dense."
+    assert status(1, 4, statistics.progress()) == "Step 1/4: 0 sparse, 0 dense"
     statistics.record_sparse("a", 0, mask_of(2), CONFIG)
-    assert status(1, 4, statistics.progress()) == "Step 1 of 4: 1 sparse calls, 0 dense."
+    assert status(1, 4, statistics.progress()) == "Step 1/4: 1 sparse, 0 dense"
     statistics.send()
     statistics.record_dense("a", 1, "layer set to dense")
     line = "Step 2/4: 75.0% skipped; 1 sparse, 1 dense"

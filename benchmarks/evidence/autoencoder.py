@@ -99,7 +99,7 @@ def _random_vae(width: int) -> Vae:
 def _crops(run: Run) -> Iterator[Tensor]:
     """Batches of clips to train on, without end; rendered many at once, since each time waits for the GPU."""
     plan = run.plan.vae
-    batches = max(1, FEW_PIXELS // (plan.batch * math.prod(plan.crop)))
+    batches = min(plan.steps, max(1, FEW_PIXELS // (plan.batch * math.prod(plan.crop))))
     for first in itertools.count(0, batches * plan.batch):
         shown = scenes(run, VAE, range(first, first + batches * plan.batch))
         videos = clips.render(shown, *plan.crop, run.device)

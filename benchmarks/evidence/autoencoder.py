@@ -6,6 +6,7 @@ import itertools
 import math
 import time
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ LOG_VARIANCE = (-20.0, 10.0)  # within which it is kept
 FIRST_LOG_VARIANCE = -4.0
 
 
+@cache
 def wan_latent(device: torch.device) -> tuple[Tensor, Tensor]:
     """Mean and deviation (16,) that the latents of Wan's VAE have, by which every host normalises them."""
     from diffusers import AutoencoderKLWan

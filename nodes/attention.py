@@ -17,6 +17,7 @@ from ..sparge_core import DensePolicy, SparseConfig, block_mask, choose, sparse_
 from ..sparge_core.record import Grid, RunStatistics, Timer
 from ..sparge_core.reference import kept_mass
 from ..sparge_core.report import describe, status
+from ..sparge_core.tune import Calibration, Tuning, percent
 
 log = logging.getLogger(__name__)
 
@@ -29,19 +30,31 @@ TRAINING_FREE_LIMIT = 0.8
 # Query blocks over which the kept mass of a call is measured: enough to know it, and little memory.
 MASS_ROWS = 32
 
+CALIBRATED = "calibration"  # reason of the dense calls that settings are measured for
+
 # Several samplers of a graph may use one patched model before the first report is made.
 RUNS_KEPT = 8
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What was asked for. source: where `config` comes from, in a user's words."""
+    """What was asked for.
 
-    config: SparseConfig
+    config: of every layer, None where `tuning` has one for each. source: where they come from, in a user's
+    words. student: whether the weights are a student's. notes: what to tell with every run.
+    """
+
+    config: SparseConfig | None
     policy: DensePolicy
     backend: str
     source: str
     student: bool
+    tuning: Tuning | None = None
+    notes: tuple[str, ...] = ()
+
+    def config_of(self, layer: Layer) -> SparseConfig | None:
+        """The layer's, None for one that stays dense in the tuning."""
+        return self.config if self.tuning is None else self.tuning.layers[layer.name].config
 
     @property
     def may_use_cuda(self) -> bool:
@@ -50,10 +63,14 @@ class Settings:
 
     def describe(self) -> str:
         config, policy = self.config, self.policy
-        rule = f"sparsity {config.sparsity:g}" if config.sparsity else f"top_p {config.top_p:g}"
+        if self.tuning is not None:
+            rule = self.tuning.summary()
+        elif config is not None:
+            other = f"sparsity {config.sparsity:g}" if config.sparsity else f"top_p {config.top_p:g}"
+            rule = f"top_k {config.top_k:g}, {other}"
         layers = ", ".join(map(str, policy.dense_layers)) or "none"
         return (
-            f"Settings ({self.source}): top_k {config.top_k:g}, {rule}, from {policy.start_percent:.0%} "
+            f"Settings ({self.source}): {rule}, from {policy.start_percent:.0%} "
             f"to {policy.end_percent:.0%} of the sampling, dense layers: {layers}, "
             f"from {policy.min_tokens} tokens, back end {self.backend}."
         )
@@ -66,13 +83,17 @@ def choose_settings(
     backend: str,
     student: SparseConfig | None,
     student_file: str | None = None,
+    tuning: Tuning | None = None,
 ) -> Settings:
     """Settings for mode "auto" or "manual".
 
     student: those that the model was fine-tuned with, if it carries any. student_file: where its weights are
-    from, if they are a student's; a file may carry no settings.
+    from, if they are a student's; a file may carry no settings. tuning: one for this model, which "auto"
+    prefers to anything else.
     """
+    is_student = student is not None or student_file is not None
     if mode == "manual":
+        unused = "a tuning is connected, but on manual the sliders count; set settings to auto to use it"
         if student is not None and manual != student:
             log.warning(
                 "SpargeAttention2: this model was fine-tuned with top_k %g, top_p %g, sparsity %g, but the "
@@ -81,7 +102,14 @@ def choose_settings(
                 student.top_p,
                 student.sparsity,
             )
-        return Settings(manual, policy, backend, "manual", student is not None or student_file is not None)
+        notes = () if tuning is None else (unused,)
+        return Settings(manual, policy, backend, "manual", is_student, notes=notes)
+    if tuning is not None:
+        start = min(max(policy.start_percent, tuning.window[0]), policy.end_percent)
+        end = max(min(policy.end_percent, tuning.window[1]), start)
+        policy = replace(policy, start_percent=start, end_percent=end)  # where the errors were measured
+        source = f"auto: tuned for a budget of {percent(tuning.budget)}"
+        return Settings(None, policy, backend, source, is_student, tuning)
     if student is not None:
         return Settings(student, policy, backend, "auto: the student's own", True)
     if student_file is not None:
@@ -134,6 +162,7 @@ class Run:
     covered: layers on whose patch another node has put its own.
     device: where the model runs.
     probed: steps at which sparse attention is compared with dense.
+    calibration: of a run that is dense to measure settings for a tuning, at the steps `measured`.
     student: whether the model's weights are a student's.
     """
 
@@ -158,6 +187,8 @@ class Run:
         self.grid: Grid | None = None
         self.in_window = True
         self.probed: frozenset[int] = frozenset()
+        self.calibration: Calibration | None = None
+        self.measured: frozenset[int] = frozenset()
         self.student = student
         self.reached: set[Layer] = set()
         self.displaced: set[Layer] = set()
@@ -183,10 +214,21 @@ class Run:
 
     def probe(self, count: int) -> None:
         """Compare sparse with dense attention at `count` of the steps within the window, evenly spread."""
-        sparse = [step for step, sigma in enumerate(self._sigmas[: self.steps]) if self._within(sigma)]
+        sparse = self._sparse_steps()
         if sparse:
             places = (int((number + 0.5) * len(sparse) / count) for number in range(count))
             self.probed = frozenset(sparse[place] for place in places)
+
+    def calibrate(self, count: int, device: torch.device) -> None:
+        """Run dense and measure settings at `count` steps of the window, evenly spread from first to last."""
+        sparse = self._sparse_steps()
+        places = np.linspace(0, len(sparse) - 1, min(count, len(sparse))).round().astype(int)
+        self.measured = frozenset(sparse[place] for place in places)
+        self.calibration = Calibration(self.statistics.layers, self.steps)
+        self.calibration.prepare(device)
+
+    def _sparse_steps(self) -> list[int]:
+        return [step for step, sigma in enumerate(self._sigmas[: self.steps]) if self._within(sigma)]
 
     @property
     def status(self) -> str:
@@ -236,15 +278,21 @@ class SparseAttention:
             yield run
         finally:
             self.current = outer
+        for note in self.settings.notes:
+            run.note(note)
         self._finish(run)
 
     def attend(self, layer: Layer, call: Call) -> Tensor:
         """The call's result: sparse, or the host's own with the reason counted."""
         run = self.current  # None where the model is used outside of a sampler
         backend, reason = self._choose(layer, call)  # compiles kernels at the first call, which is not timed
+        config = self.settings.config_of(layer)
+        calibration = None if run is None or reason is not None else run.calibration
+        if calibration is not None:
+            reason = CALIBRATED
         timer = None if run is None else Timer(call.q.device)
-        if reason is None:
-            q, k, v, config = call.q, call.k, call.v, self.settings.config
+        if reason is None and config is not None:
+            q, k, v = call.q, call.k, call.v
             mask = block_mask(q, k, config, scale=call.scale)
             out = call.pack(sparse_attention(q, k, v, config, scale=call.scale, backend=backend, mask=mask))
             if run is not None:
@@ -261,8 +309,18 @@ class SparseAttention:
         else:
             out = call.dense()
             if run is not None:
+                reason = reason or "layer dense in the tuning"
                 run.statistics.record_dense(layer.name, run.step, reason, timer, call.size)
         if run is not None:
+            if calibration is not None and run.step in run.measured:
+                calibration.record(
+                    layer.name,
+                    run.step,
+                    *(call.q, call.k, call.v, out),
+                    scale=call.scale,
+                    backend=backend,
+                    pack=call.pack,
+                )
             run.reached.add(layer)
         return out
 
@@ -283,6 +341,8 @@ class SparseAttention:
     def _finish(self, run: Run) -> None:
         run.summary = run.statistics.summary()
         run.statistics.release()
+        if run.calibration is not None:
+            run.calibration.finish()
         sparsity = run.summary["sparsity"]
         called = run.reached | run.displaced
         missed = [layer.name for layer in self.layers if layer not in called and not run.idle]
@@ -303,7 +363,8 @@ class SparseAttention:
                 "the weights are a student's, distilled for sparse attention, but every call was dense "
                 f"({max(reasons, key=reasons.get)}), so the picture will suffer"
             )
-        if sparsity is not None and sparsity > TRAINING_FREE_LIMIT and not run.student:
+        known = run.student or self.settings.tuning is not None
+        if sparsity is not None and sparsity > TRAINING_FREE_LIMIT and not known:
             run.note(
                 f"{sparsity:.0%} of the attention was skipped, but the model carries no settings of a "
                 "distilled student; if the picture is noise, set sparsity to 0.5 and start_percent to 0.2, "

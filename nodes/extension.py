@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from comfy_api.latest import ComfyExtension, io
 
+from .calibrate import SpargeCalibrate
 from .distill import SpargeDistillStudent
 from .patch import SpargeAttention2Patch
 from .probe import SpargeSparsityProbe
 from .report import SpargeSparsityReport
 from .samples import SpargeSaveSample
 from .student import SpargeLoadStudent
+from .tune import SpargeTune
+from .tuning import SpargeLoadTuning
 
 
 class SpargeAttention2Extension(ComfyExtension):
@@ -18,6 +21,9 @@ class SpargeAttention2Extension(ComfyExtension):
             SpargeAttention2Patch,
             SpargeSparsityReport,
             SpargeSparsityProbe,
+            SpargeCalibrate,
+            SpargeTune,
+            SpargeLoadTuning,
             SpargeLoadStudent,
             SpargeSaveSample,
             SpargeDistillStudent,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -26,6 +27,8 @@ from torch import Tensor
 
 from ..sparge_core import SparseConfig
 from ..sparge_core.record import Grid
+from ..sparge_core.tune import Identity
+from ..sparge_core.wan.keys import model_type, strip
 from . import exact, traced
 from .attention import Call, Layer, Run, SparseAttention
 from .fused import OVERRIDE, fuse
@@ -36,6 +39,7 @@ KEY = "sparge_attention2"  # of our callbacks, wrappers and attachments on a mod
 STUDENT = "sparge_attention2.student"  # attachment: the SparseConfig that the weights were fine-tuned with
 STUDENT_FILE = "sparge_attention2.student_file"  # attachment: where they are from, with or without settings
 PROBE = "sparge_attention2.probe"  # attachment: at how many steps to compare sparse with dense attention
+CALIBRATE = "sparge_attention2.calibrate"  # attachment: at how many steps to measure settings for a tuning
 HOST_OPTIONS = "sparge_attention2.host_options"  # in our copy of transformer_options: the original
 
 # What ComfyUI's attention functions take after q, k, v and heads, in that order.
@@ -79,6 +83,15 @@ def self_attention_layers(model: ModelPatcher) -> tuple[Layer, ...]:
             "directly behind the one that loads the model."
         )
     return tuple(names)
+
+
+def identity(model: ModelPatcher) -> Identity:
+    """What a tuning of this Wan model names it by."""
+    wan = model.get_model_object("diffusion_model")
+    wan = getattr(wan, "_orig_mod", wan)
+    names = {strip(name) for name, _ in wan.named_parameters()}
+    kind = model_type(names, wan.in_dim, wan.out_dim * math.prod(wan.patch_size))
+    return Identity(kind, wan.dim, wan.num_heads, len(wan.blocks))
 
 
 def student_config(model: ModelPatcher) -> SparseConfig | None:
@@ -126,6 +139,13 @@ def probe(model: ModelPatcher, steps: int) -> ModelPatcher:
     probed = model.clone()
     probed.set_attachments(PROBE, steps)
     return probed
+
+
+def calibrate(model: ModelPatcher, steps: int) -> ModelPatcher:
+    """A clone of `model` whose runs, once patched, are dense and measure settings at so many steps."""
+    calibrated = model.clone()
+    calibrated.set_attachments(CALIBRATE, steps)
+    return calibrated
 
 
 def find_run(attention: SparseAttention, latent: Any) -> tuple[Run | None, bool]:
@@ -352,6 +372,8 @@ def _around_run(attention: SparseAttention, student: str | None, node_id: str | 
                     "not know its settings; put the SpargeAttention2 node behind the one that loads it"
                 )
             run.probe(model.get_attachment(PROBE) or 0)
+            if count := model.get_attachment(CALIBRATE):
+                run.calibrate(count, model.load_device)
             try:
                 result = executor(noise, latent, sampler, sigmas, *args, **kwargs)
             finally:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from comfy_api.latest import io
 
 from ..sparge_core import DensePolicy, SparseConfig, parse_layers
+from ..sparge_core.tune import Tuning
 from . import host
 from .attention import TRAINING_FREE, SparseAttention, choose_settings
+from .tuning import TUNING
 
 SETTINGS = ("auto", "manual")
 BACKENDS = ("auto", "cuda", "flex", "reference", "dense")
@@ -105,6 +109,12 @@ class SpargeAttention2Patch(io.ComfyNode):
                     tooltip="What computes sparse attention. auto takes the fastest that serves your GPU; "
                     "dense skips nothing, to compare.",
                 ),
+                TUNING.Input(
+                    "tuning",
+                    optional=True,
+                    tooltip="Settings of each layer, from Tune Sparse Attention or Load Sparse Tuning. auto "
+                    "uses them, at the steps that they were measured for.",
+                ),
             ],
             outputs=[io.Model.Output(tooltip="The model with sparse self-attention.")],
             hidden=[io.Hidden.unique_id],
@@ -123,12 +133,19 @@ class SpargeAttention2Patch(io.ComfyNode):
         dense_layers: str,
         min_tokens: int,
         backend: str,
+        tuning: Tuning | None = None,
     ) -> io.NodeOutput:
         layers = host.self_attention_layers(model)
         blocks = 1 + max(layer.block for layer in layers)
         policy = DensePolicy(start_percent, end_percent, parse_layers(dense_layers, blocks), min_tokens)
         manual = SparseConfig(top_k, top_p, sparsity)
         student, file = host.student_config(model), host.student_file(model)
-        chosen = choose_settings(settings, manual, policy, backend, student, file)
+        notes: tuple[str, ...] = ()
+        if tuning is not None:
+            why = tuning.why_not(host.identity(model), [layer.name for layer in layers])
+            if why is not None:
+                tuning, notes = None, (f"{why}, so it is not used",)
+        chosen = choose_settings(settings, manual, policy, backend, student, file, tuning)
+        chosen = replace(chosen, notes=(*notes, *chosen.notes))
         node_id = getattr(cls.hidden, "unique_id", None)
         return io.NodeOutput(host.patch_self_attention(model, SparseAttention(chosen, layers), node_id))

@@ -12,6 +12,7 @@ from ..sparge_core.picture import plot
 from ..sparge_core.record import Example, RunStatistics
 from ..sparge_core.report import describe
 from . import host
+from .attention import Run, SparseAttention
 
 
 class SpargeSparsityReport(io.ComfyNode):
@@ -77,18 +78,7 @@ class SpargeSparsityReport(io.ComfyNode):
         step: int = 0,
         head: int = -1,
     ) -> io.NodeOutput:
-        attention = host.patch_of(model)
-        if attention is None:
-            raise ValueError(
-                "This model has not been through SpargeAttention2; connect the MODEL that goes into the "
-                "sampler, with a SpargeAttention2 node before it."
-            )
-        run, found = host.find_run(attention, latent["samples"])
-        if run is None:
-            raise ValueError(
-                "No sampler has run with this model yet; connect the LATENT that comes out of the sampler "
-                "that uses it."
-            )
+        attention, run, found = run_of(model, latent)
         lines = [
             describe(run.summary),
             attention.settings.describe(),
@@ -108,6 +98,23 @@ class SpargeSparsityReport(io.ComfyNode):
         image = torch.from_numpy(plot(run.summary, text, example, chosen))[None]
         shown = {**ui.PreviewImage(image, cls=cls).as_dict(), **ui.PreviewText(text).as_dict()}
         return io.NodeOutput(image, text, json.dumps({**attention.account(run), "mask": mask}), ui=shown)
+
+
+def run_of(model: host.ModelPatcher, latent: dict[str, Any]) -> tuple[SparseAttention, Run, bool]:
+    """The model's patch, the run that made this latent, or else its latest one, and which it is."""
+    attention = host.patch_of(model)
+    if attention is None:
+        raise ValueError(
+            "This model has not been through SpargeAttention2; connect the MODEL that goes into the "
+            "sampler, with a SpargeAttention2 node before it."
+        )
+    run, found = host.find_run(attention, latent["samples"])
+    if run is None:
+        raise ValueError(
+            "No sampler has run with this model yet; connect the LATENT that comes out of the sampler "
+            "that uses it."
+        )
+    return attention, run, found
 
 
 def find_example(

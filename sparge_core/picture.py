@@ -8,12 +8,14 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont  # type: ignore[import-not-found,unused-ignore]
 
 from .record import Example
+from .tune import Tuning
 
 # In pixels.
 WIDTH = 1280
@@ -45,6 +47,8 @@ QUERY = (228, 60, 50)
 COLOURS = np.array([(48, 18, 84), (58, 82, 139), (32, 144, 141), (94, 201, 98), (253, 231, 37)], dtype=float)
 
 Box = tuple[int, int, int, int]
+# Its height, and what draws it at a distance from the top.
+Panel = tuple[int, Callable[[ImageDraw.ImageDraw, Image.Image, int], None]]
 
 
 def plot(
@@ -54,7 +58,7 @@ def plot(
 
     text: lines below. example: where a query block looked, shown for one head or for all (None).
     """
-    panels: list[tuple[int, Callable[[ImageDraw.ImageDraw, Image.Image, int], None]]] = [
+    panels: list[Panel] = [
         (HEADLINE, lambda draw, image, top: _headline(draw, top, summary)),
         (MAP_TOP + MAP_HEIGHT + 2 * LINE, lambda draw, image, top: _maps(draw, image, top, summary)),
     ]
@@ -63,9 +67,33 @@ def plot(
         panels.append((MAP_TOP + tiles.height + LINE, tiles.draw))
     if summary["kept_mass"] is not None or summary["probe"] is not None:
         panels.append((MAP_TOP + BARS_HEIGHT + LINE, lambda draw, image, top: _bars(draw, top, summary)))
-    lines = [row for line in text.splitlines() for row in textwrap.wrap(line, TEXT_CHARACTERS) or [""]]
-    panels.append((LINE * len(lines), lambda draw, image, top: _text(draw, top, lines)))
+    return _stacked(panels, text)
 
+
+def plot_tuning(tuning: Tuning | None, text: str) -> np.ndarray:
+    """float32 (height, width, 3) in [0, 1]: what each layer skips, its error, and `text`."""
+    panels: list[Panel] = []
+    if tuning is not None:
+        layers = tuning.layers.values()
+        charts = (
+            _Chart("Attention skipped by layer", [layer.skipped for layer in layers], 1.0, ACCENT),
+            _Chart(
+                "Error by layer, up to the budget",
+                [0.0 if layer.config is None else layer.error or 0.0 for layer in layers],
+                tuning.budget,
+                QUERY,
+            ),
+        )
+        names = list(tuning.layers)
+        height = MAP_TOP + BARS_HEIGHT + LINE
+        panels.append((height, lambda draw, image, top: _draw_charts(draw, top, names, charts)))
+    return _stacked(panels, text)
+
+
+def _stacked(panels: list[Panel], text: str) -> np.ndarray:
+    """float32 (height, width, 3) in [0, 1]: the panels from top to bottom, and lines of text below."""
+    lines = [row for line in text.splitlines() for row in textwrap.wrap(line, TEXT_CHARACTERS) or [""]]
+    panels = [*panels, (LINE * len(lines), lambda draw, image, top: _text(draw, top, lines))]
     height = 2 * MARGIN + sum(size for size, _ in panels) + GAP * (len(panels) - 1)
     image = Image.new("RGB", (WIDTH, height), BACKGROUND)
     draw, top = ImageDraw.Draw(image), MARGIN
@@ -223,26 +251,44 @@ def _bars(draw: ImageDraw.ImageDraw, top: int, summary: dict[str, Any]) -> None:
         masses = np.array(summary["kept_mass_map"], dtype=float)
         measured = np.isfinite(masses)
         means = np.where(measured, masses, 0.0).sum(1) / np.maximum(measured.sum(1), 1)
-        charts.append(("Softmax mass kept by layer", [*means.tolist()], 1.0, ACCENT))
+        charts.append(_Chart("Softmax mass kept by layer", [*means.tolist()], 1.0, ACCENT))
     if summary["probe"] is not None:
         errors = [error or 0.0 for error in summary["probe"]["error"]]
         title = "Error by layer: relative L1 of sparse against dense"
-        charts.append((title, errors, max(errors) or 1.0, QUERY))
+        charts.append(_Chart(title, errors, max(errors) or 1.0, QUERY))
+    _draw_charts(draw, top, summary["layers"], charts)
+
+
+@dataclass(frozen=True)
+class _Chart:
+    """A bar for each layer, from 0 to `most`."""
+
+    title: str
+    values: Sequence[float]
+    most: float
+    colour: tuple[int, int, int]
+
+
+def _draw_charts(
+    draw: ImageDraw.ImageDraw, top: int, layers: Sequence[str], charts: Sequence[_Chart]
+) -> None:
     width = (WIDTH - 2 * MARGIN - (len(charts) - 1) * GAP) // len(charts)
-    for place, (title, values, most, colour) in enumerate(charts):
+    for place, chart in enumerate(charts):
         left = MARGIN + place * (width + GAP) + BAR_LABELS
         right, bottom = left + width - BAR_LABELS, top + MAP_TOP + BARS_HEIGHT - LINE
-        draw.text((left, top), title, INK, _font(TITLE_SIZE))
+        draw.text((left, top), chart.title, INK, _font(TITLE_SIZE))
         for share in (0.0, 0.5, 1.0):
             y = bottom - share * (bottom - top - MAP_TOP)
             draw.line((left, y, right, y), fill=DENSE_GREY)
-            draw.text((left - 8, y), _percent(share * most, most), INK, _font(LABEL_SIZE), anchor="rm")
-        step = (right - left) / len(values)
-        for layer, value in enumerate(values):
-            x, y = left + layer * step, bottom - value / most * (bottom - top - MAP_TOP)
+            draw.text(
+                (left - 8, y), _percent(share * chart.most, chart.most), INK, _font(LABEL_SIZE), anchor="rm"
+            )
+        step = (right - left) / len(chart.values)
+        for layer, value in enumerate(chart.values):
+            x, y = left + layer * step, bottom - value / chart.most * (bottom - top - MAP_TOP)
             if y < bottom:
-                draw.rectangle((x + 0.1 * step, y, x + 0.9 * step, bottom), fill=colour)
-        names = [_shortened(name.removeprefix("blocks.")) for name in summary["layers"]]
+                draw.rectangle((x + 0.1 * step, y, x + 0.9 * step, bottom), fill=chart.colour)
+        names = [_shortened(name.removeprefix("blocks.")) for name in layers]
         _columns(draw, (left, top, right, bottom), names, "layer")
 
 

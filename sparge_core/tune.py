@@ -144,18 +144,18 @@ class Tuning:
 
     def summary(self) -> str:
         """The settings in one line."""
-        groups = "; ".join(f"{setting} in {names}" for setting, names in self._groups())
-        return f"tuned for a budget of {percent(self.budget)}: {groups}"
+        return "; ".join(f"{setting} in {names}" for setting, names in self._groups())
 
     def _groups(self) -> list[tuple[str, str]]:
         """Settings, sparsest first and dense last, each with its layers."""
-        groups: dict[float, list[str]] = {}
+        groups: dict[tuple[float, str], list[str]] = {}
         for name, layer in self.layers.items():
-            groups.setdefault(layer.config.sparsity if layer.config else 0.0, []).append(name)
-        return [
-            (f"sparsity {sparsity:g}" if sparsity else "dense", name_layers(groups[sparsity]))
-            for sparsity in sorted(groups, reverse=True)
-        ]
+            config = layer.config
+            key = (0.0, "dense")
+            if config is not None:
+                key = (config.sparsity, f"top_k {config.top_k:g}, sparsity {config.sparsity:g}")
+            groups.setdefault(key, []).append(name)
+        return [(setting, name_layers(names)) for (_, setting), names in sorted(groups.items(), reverse=True)]
 
     def save(self, path: Path) -> None:
         """Write the file whole or not at all; its folder is made where there is none."""

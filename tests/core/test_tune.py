@@ -285,11 +285,11 @@ def test_shares_have_two_digits_that_count(share: float, text: str) -> None:
     assert percent(share) == text
 
 
-def test_the_settings_are_told_in_a_line(calibration: Calibration) -> None:
+def test_the_settings_are_told_in_a_line() -> None:
     layers = {
         "blocks.0": LayerTuning(SparseConfig(sparsity=0.9), 0.01, 0.9),
         "blocks.1": LayerTuning(None, 0.2, 0.0),
         "blocks.2": LayerTuning(SparseConfig(sparsity=0.9), 0.01, 0.9),
     }
     tuning = Tuning(MODEL, 0.05, (0.0, 1.0), 1, 1, layers)
-    assert tuning.summary() == "tuned for a budget of 5.0%: sparsity 0.9 in blocks 0, 2; dense in blocks 1"
+    assert tuning.summary() == "top_k 0.03, sparsity 0.9 in blocks 0, 2; dense in blocks 1"

@@ -25,6 +25,7 @@ FROZEN: dict[str, dict[str, Any]] = {
             ("dense_layers", "STRING", ""),
             ("min_tokens", "INT", 4096),
             ("backend", ["auto", "cuda", "flex", "reference", "dense"], "auto"),
+            ("tuning", "SPARGE_TUNING", None),
         ],
         "outputs": [("MODEL", "MODEL")],
         "sliders": ["top_k", "top_p", "sparsity"],
@@ -43,6 +44,26 @@ FROZEN: dict[str, dict[str, Any]] = {
     "SpargeSparsityProbe": {
         "inputs": [("model", "MODEL", None), ("steps", "INT", 2)],
         "outputs": [("MODEL", "MODEL")],
+        "sliders": [],
+    },
+    "SpargeCalibrate": {
+        "inputs": [("model", "MODEL", None), ("steps", "INT", 8)],
+        "outputs": [("MODEL", "MODEL")],
+        "sliders": [],
+    },
+    "SpargeTune": {
+        "inputs": [
+            ("model", "MODEL", None),
+            ("latent", "LATENT", None),
+            ("budget", "FLOAT", 0.05),
+            ("name", "STRING", "tuning"),
+        ],
+        "outputs": [("tuning", "SPARGE_TUNING"), ("image", "IMAGE"), ("text", "STRING")],
+        "sliders": [],
+    },
+    "SpargeLoadTuning": {
+        "inputs": [("file", FILES, None)],
+        "outputs": [("tuning", "SPARGE_TUNING")],
         "sliders": [],
     },
     "SpargeLoadStudent": {

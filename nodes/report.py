@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import logging
 from typing import Any
 
+import numpy as np
 import torch
 from comfy_api.latest import io, ui
 
-from ..sparge_core.picture import plot
+from ..sparge_core.picture import plot, plot_text
 from ..sparge_core.record import Example, RunStatistics
 from ..sparge_core.report import describe
 from . import host
 from .attention import Run, SparseAttention
+
+log = logging.getLogger(__name__)
 
 
 class SpargeSparsityReport(io.ComfyNode):
@@ -78,7 +82,11 @@ class SpargeSparsityReport(io.ComfyNode):
         step: int = 0,
         head: int = -1,
     ) -> io.NodeOutput:
-        attention, run, found = run_of(model, latent)
+        try:
+            attention, run, found = run_of(model, latent)
+        except NoRun as problem:  # the rest of the graph has its work to do all the same
+            log.warning("SpargeAttention2: %s", problem)
+            return cls._output(str(problem), plot_text(str(problem)), {"problem": str(problem)})
         lines = [
             describe(run.summary),
             attention.settings.describe(),
@@ -94,23 +102,35 @@ class SpargeSparsityReport(io.ComfyNode):
         chosen = None if head < 0 else head
         mask = None if example is None else about(example, chosen)
         text = "\n".join(lines)
+        picture = plot(run.summary, text, example, chosen)
+        return cls._output(text, picture, {**attention.account(run), "mask": mask})
+
+    @classmethod
+    def _output(cls, text: str, picture: np.ndarray, numbers: dict[str, Any]) -> io.NodeOutput:
         host.show_text(getattr(cls.hidden, "unique_id", None), text)
-        image = torch.from_numpy(plot(run.summary, text, example, chosen))[None]
+        image = torch.from_numpy(picture)[None]
         shown = {**ui.PreviewImage(image, cls=cls).as_dict(), **ui.PreviewText(text).as_dict()}
-        return io.NodeOutput(image, text, json.dumps({**attention.account(run), "mask": mask}), ui=shown)
+        return io.NodeOutput(image, text, json.dumps(numbers), ui=shown)
+
+
+class NoRun(ValueError):
+    """There is no run to speak of; the message says why, and what to do."""
 
 
 def run_of(model: host.ModelPatcher, latent: dict[str, Any]) -> tuple[SparseAttention, Run, bool]:
-    """The model's patch, the run that made this latent, or else its latest one, and which it is."""
+    """The model's patch, the run that made this latent or else its latest one, and whether it made it.
+
+    Raises NoRun.
+    """
     attention = host.patch_of(model)
     if attention is None:
-        raise ValueError(
+        raise NoRun(
             "This model has not been through SpargeAttention2; connect the MODEL that goes into the "
             "sampler, with a SpargeAttention2 node before it."
         )
     run, found = host.find_run(attention, latent["samples"])
     if run is None:
-        raise ValueError(
+        raise NoRun(
             "No sampler has run with this model yet; connect the LATENT that comes out of the sampler "
             "that uses it."
         )

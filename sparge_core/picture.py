@@ -70,6 +70,11 @@ def plot(
     return _stacked(panels, text)
 
 
+def plot_text(text: str) -> np.ndarray:
+    """float32 (height, width, 3) in [0, 1]: lines of text, where there are no numbers to show."""
+    return _stacked([], text)
+
+
 def plot_tuning(tuning: Tuning | None, text: str) -> np.ndarray:
     """float32 (height, width, 3) in [0, 1]: what each layer skips, its error, and `text`."""
     panels: list[Panel] = []

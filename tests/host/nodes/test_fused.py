@@ -98,7 +98,7 @@ def test_it_gives_what_the_layer_gives(fused: Any, layer: Any, kernels: SimpleNa
 
 
 def test_a_weight_that_waits_for_a_lora_is_taken_with_it(fused: Any, layer: Any) -> None:
-    layer.norm_q.weight_function.append(lambda weight: weight + 3)
+    layer.norm_q.weight_function = [lambda weight: weight + 3]  # the list that is there belongs to the class
     x, freqs = inputs()
     stand_in = fused.fuse(layer.forward)
     for ours, own in zip(

@@ -109,7 +109,9 @@ def choose_settings(
         end = max(min(policy.end_percent, tuning.window[1]), start)
         policy = replace(policy, start_percent=start, end_percent=end)  # where the errors were measured
         source = f"auto: tuned for a budget of {percent(tuning.budget)}"
-        return Settings(None, policy, backend, source, is_student, tuning)
+        instead = "the tuning is used, and not the settings that the student was fine-tuned with"
+        notes = () if student is None else (instead,)
+        return Settings(None, policy, backend, source, is_student, tuning, notes=notes)
     if student is not None:
         return Settings(student, policy, backend, "auto: the student's own", True)
     if student_file is not None:

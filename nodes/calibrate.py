@@ -34,7 +34,7 @@ class SpargeCalibrate(io.ComfyNode):
                     min=1,
                     max=1000,
                     tooltip="At how many steps to measure, spread evenly over those that run sparse. Each "
-                    "takes as long as about five dense ones.",
+                    "takes several times as long as a dense one.",
                 ),
             ],
             outputs=[io.Model.Output(tooltip="The model, for the sampler and for Tune Sparse Attention.")],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from typing import Any
 
@@ -12,8 +13,10 @@ from ..sparge_core.picture import plot_tuning
 from ..sparge_core.tune import TuneError, Tuning
 from . import host
 from .attention import CALIBRATED
-from .report import run_of
+from .report import NoRun, run_of
 from .tuning import FOLDER, SUFFIX, TUNING, tuning_file
+
+log = logging.getLogger(__name__)
 
 NAME = re.compile(r"[\w.-]+")
 
@@ -62,6 +65,26 @@ class SpargeTune(io.ComfyNode):
     def execute(
         cls, model: host.ModelPatcher, latent: dict[str, Any], budget: float, name: str
     ) -> io.NodeOutput:
+        try:
+            tuning, lines = cls._tune(model, latent, budget, name)
+        except (
+            NoRun,
+            TuneError,
+            OSError,
+        ) as problem:  # the rest of the graph has its work to do all the same
+            log.warning("SpargeAttention2: %s", problem)
+            tuning, lines = None, [f"{problem} Nothing was saved, and SpargeAttention2 gets no tuning."]
+        text = "\n".join(lines)
+        host.show_text(getattr(cls.hidden, "unique_id", None), text)
+        image = torch.from_numpy(plot_tuning(tuning, text))[None]
+        shown = {**ui.PreviewImage(image, cls=cls).as_dict(), **ui.PreviewText(text).as_dict()}
+        return io.NodeOutput(tuning, image, text, ui=shown)
+
+    @staticmethod
+    def _tune(
+        model: host.ModelPatcher, latent: dict[str, Any], budget: float, name: str
+    ) -> tuple[Tuning, list[str]]:
+        """The tuning, saved, and what there is to say of it; raises NoRun or TuneError."""
         if not NAME.fullmatch(name):
             raise TuneError(f'The name "{name}" may hold letters, digits, "_", "-" and "." only.')
         attention, run, found = run_of(model, latent)
@@ -70,22 +93,19 @@ class SpargeTune(io.ComfyNode):
                 "That run was not calibrated; put Calibrate Sparse Attention between SpargeAttention2 and "
                 "the sampler, and connect its model here too."
             )
+        missed = [
+            f"Not measured, {reason}: {calls} calls."
+            for reason, calls in run.summary["dense_calls"].items()
+            if reason != CALIBRATED
+        ]
         policy = attention.settings.policy
-        tuning: Tuning | None = None
+        window = (policy.start_percent, policy.end_percent)
         try:
-            window = (policy.start_percent, policy.end_percent)
             tuning = run.calibration.tune(budget, host.identity(model), window)
-            tuning.save(tuning_file(name))
-            lines = [tuning.describe(), f"File: {FOLDER}/{name}{SUFFIX}"]
         except TuneError as error:
-            lines = [f"{error} Nothing was saved, and SpargeAttention2 gets no tuning."]
-        for reason, calls in run.summary["dense_calls"].items():
-            if reason != CALIBRATED:
-                lines.append(f"Not measured, {reason}: {calls} calls.")
+            raise TuneError(" ".join([str(error), *missed])) from error
+        tuning.save(tuning_file(name))
+        lines = [tuning.describe(), f"File: {FOLDER}/{name}{SUFFIX}", *missed]
         if not found:
             lines.append("Note: no run of this model made this latent, so this is of its latest run.")
-        text = "\n".join(lines)
-        host.show_text(getattr(cls.hidden, "unique_id", None), text)
-        image = torch.from_numpy(plot_tuning(tuning, text))[None]
-        shown = {**ui.PreviewImage(image, cls=cls).as_dict(), **ui.PreviewText(text).as_dict()}
-        return io.NodeOutput(tuning, image, text, ui=shown)
+        return tuning, lines

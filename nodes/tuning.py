@@ -40,8 +40,9 @@ class SpargeLoadTuning(io.ComfyNode):
 
     @classmethod
     def fingerprint_inputs(cls, file: str) -> float:
-        """A file made anew under its old name is another tuning."""
-        return tuning_file(file).stat().st_mtime
+        """A file made anew under its old name is another tuning. One that is gone has its error when it loads."""
+        path = tuning_file(file)
+        return path.stat().st_mtime if path.is_file() else 0.0
 
     @classmethod
     def execute(cls, file: str) -> io.NodeOutput:

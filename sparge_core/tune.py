@@ -284,11 +284,16 @@ def check_budget(budget: object) -> None:
 
 
 def load_tuning(path: Path | str) -> Tuning:
-    """The tuning that `Tuning.save` wrote. TuneError for any other file, OSError if it cannot be read."""
+    """The tuning that `Tuning.save` wrote. TuneError for any other file, and for one that cannot be read."""
     path = Path(path)
     try:
         content = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
         return _read(content)
+    except OSError as error:
+        raise TuneError(
+            f"{path.name} cannot be read ({error.strerror}). Choose another file, or make it anew with Tune "
+            "Sparse Attention."
+        ) from None
     except (ValueError, OverflowError, RecursionError) as error:  # json's and the decoder's are ValueErrors
         what = (
             str(error) if isinstance(error, TuneError) else f"it is no JSON ({error or 'nested too deeply'})"

@@ -40,7 +40,7 @@ class SpargeLoadTuning(io.ComfyNode):
 
     @classmethod
     def fingerprint_inputs(cls, file: str) -> float:
-        """A file made anew under its old name is another tuning. One that is gone has its error when it loads."""
+        """A file made anew under its old name is another tuning; one that is gone fails when it loads."""
         path = tuning_file(file)
         return path.stat().st_mtime if path.is_file() else 0.0
 

@@ -52,6 +52,7 @@ ROOM = {
     "SpargeAttention2Patch": 50,
     "SaveVideo": 420,
     "SpargeSparsityReport": 860,
+    "SpargeTune": 620,
 }
 REPORT_WIDTH = 640
 
@@ -66,6 +67,7 @@ PICTURES = {
     "wan22_t2v_14B_480p": ("Text to video", "Wan2.2 · 14B, two experts · 480p"),
     "wan21_tiny": ("Tiny video", "Random weights · seconds on a CPU"),
     "wan21_tiny_compare": ("Tiny, dense beside sparse", "Random weights · seconds on a CPU"),
+    "wan21_tiny_tune": ("Tiny, tuned by layer", "Random weights · seconds on a CPU"),
 }
 
 
@@ -478,6 +480,47 @@ def compare_tiny(object_info: dict[str, Any], name: str) -> dict[str, Any]:
     return graph.finished()
 
 
+def tune_tiny(object_info: dict[str, Any], name: str) -> dict[str, Any]:
+    """Calibrate, tune to an error budget, and sample with the tuning."""
+    graph = Graph(object_info)
+    paragraphs = (
+        "The sampler on the left runs dense and measures how sparse each layer can be. **Tune Sparse "
+        "Attention** gives each the sparsest setting within its error budget and saves them; the sampler on "
+        "the right uses them.",
+        "Later, **Load Sparse Tuning** takes the place of all that is left of the second SpargeAttention2. "
+        "The same nodes tune any Wan model.",
+    )
+    graph.note(0, "Tuned by layer", "\n\n".join(paragraphs), lines=12)
+    start = _tiny_start(graph)
+    (shifted,) = graph.add("ModelSamplingSD3", 2, model=start.model, shift=SHIFT)
+    given = {"model": shifted, "min_tokens": 0}
+    (patched,) = graph.add("SpargeAttention2Patch", 2, settings="manual", **given)
+    (calibrated,) = graph.add("SpargeCalibrate", 2, model=patched, steps=2)
+
+    def sample(column: int, title: str, model: Output) -> Output:
+        (sampled,) = graph.add(
+            "KSampler",
+            column,
+            title=title,
+            model=model,
+            positive=start.positive,
+            negative=start.negative,
+            latent_image=start.latent,
+            steps=4,
+            cfg=CFG,
+            sampler_name=SAMPLER,
+            scheduler=SCHEDULER,
+        )
+        return sampled
+
+    measured = sample(3, "KSampler, to calibrate", calibrated)
+    tuning, *_ = graph.add("SpargeTune", 3, model=calibrated, latent=measured, budget=0.2, name="wan21_tiny")
+    (tuned,) = graph.add("SpargeAttention2Patch", 4, settings="auto", tuning=tuning, **given)
+    sampled = sample(4, "KSampler, tuned", tuned)
+    _finish(graph, 5, sampled, tuned, start.vae, name, FPS)
+    return graph.finished()
+
+
 def all_workflows(object_info: dict[str, Any]) -> dict[str, str]:
     """Every shipped workflow: file name to content."""
     graphs = {}
@@ -499,6 +542,7 @@ def all_workflows(object_info: dict[str, Any]) -> dict[str, str]:
     )
     graphs["wan21_tiny"] = tiny(object_info, "wan21_tiny")
     graphs["wan21_tiny_compare"] = compare_tiny(object_info, "wan21_tiny_compare")
+    graphs["wan21_tiny_tune"] = tune_tiny(object_info, "wan21_tiny_tune")
     return {
         f"{name}.json": json.dumps(graph, indent=1, ensure_ascii=False) + "\n"
         for name, graph in graphs.items()

@@ -97,3 +97,18 @@ def test_the_comparison_shows_dense_beside_sparse_of_one_seed(
     assert np.array_equal(dense, again)
     assert np.abs(dense - keep_all).max() <= 1
     assert np.abs(dense - sparse).mean() > 1
+
+
+@pytest.mark.slow
+def test_the_workflow_that_tunes_samples_with_what_it_found_and_saves_it(
+    server: Server, object_info: dict[str, Any]
+) -> None:
+    prompt = to_api(load(ROOT / "workflows" / "wan21_tiny_tune.json"), object_info)
+    kinds = {key: node["class_type"] for key, node in prompt.items()}
+    outputs = {kinds[key]: output for key, output in server.run(prompt).items() if key in kinds}
+    (tuned,) = outputs["SpargeTune"]["text"]
+    (report,) = outputs["SpargeSparsityReport"]["text"]
+    assert "File: tunings/wan21_tiny.json" in tuned
+    assert "auto: tuned for a budget of 20" in report
+    _, about = server.object_info()["SpargeLoadTuning"]["input"]["required"]["file"]
+    assert "wan21_tiny" in about["options"]

@@ -493,7 +493,7 @@ def tune_tiny(object_info: dict[str, Any], name: str) -> dict[str, Any]:
     graph.note(0, "Tuned by layer", "\n\n".join(paragraphs), lines=12)
     start = _tiny_start(graph)
     (shifted,) = graph.add("ModelSamplingSD3", 2, model=start.model, shift=SHIFT)
-    given = {"model": shifted, "min_tokens": 0}
+    given: dict[str, Any] = {"model": shifted, "min_tokens": 0}
     (patched,) = graph.add("SpargeAttention2Patch", 2, settings="manual", **given)
     (calibrated,) = graph.add("SpargeCalibrate", 2, model=patched, steps=2)
 

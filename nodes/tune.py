@@ -67,11 +67,8 @@ class SpargeTune(io.ComfyNode):
     ) -> io.NodeOutput:
         try:
             tuning, lines = cls._tune(model, latent, budget, name)
-        except (
-            NoRun,
-            TuneError,
-            OSError,
-        ) as problem:  # the rest of the graph has its work to do all the same
+        except (NoRun, TuneError, OSError) as problem:
+            # The rest of the graph has its work to do all the same.
             log.warning("SpargeAttention2: %s", problem)
             tuning, lines = None, [f"{problem} Nothing was saved, and SpargeAttention2 gets no tuning."]
         text = "\n".join(lines)

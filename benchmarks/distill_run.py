@@ -51,7 +51,7 @@ SMALL = Size(
     (13, 48, 48),
     clips=256,
     batch=8,
-    pretrain=1200,
+    pretrain=800,
     distil=500,
 )
 TINY = Size(

@@ -285,9 +285,8 @@ struct ColumnParams {
   float scale, scale_log2;
 };
 
-// The two warps that hold the same keys, one for each gradient: the first has written, the second waits for it.
-DEVICE void pair_arrive(int pair) { asm volatile("bar.arrive %0, 64;" ::"r"(1 + pair) : "memory"); }
-DEVICE void pair_wait(int pair) { asm volatile("bar.sync %0, 64;" ::"r"(1 + pair) : "memory"); }
+// The two warps that hold the same keys, one for each gradient.
+DEVICE void pair_sync(int pair) { asm volatile("bar.sync %0, 64;" ::"r"(1 + pair) : "memory"); }
 
 template <int kQueries>
 struct ColumnKernel {
@@ -379,9 +378,9 @@ struct ColumnKernel {
 #pragma unroll
         for (int i = 0; i < kSteps * kRowTiles; ++i)
           write_words(exchange + 512 * i, packed[i / kRowTiles][i % kRowTiles]);
-        pair_arrive(pair);
+        pair_sync(pair);
       } else {
-        pair_wait(pair);
+        pair_sync(pair);
 #pragma unroll
         for (int i = 0; i < kSteps * kRowTiles; ++i)
           read_words(packed[i / kRowTiles][i % kRowTiles], exchange + 512 * i);

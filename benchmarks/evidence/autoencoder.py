@@ -182,6 +182,6 @@ def encode(run: Run) -> None:
                 break
             shown = scenes(run, purpose, range(first, min(first + at_once, count)))
             parts.append(((_encode(run, vae, shown, grid) - mean) / std).half().cpu())
-        latents = torch.cat(parts)
+        latents = torch.cat(parts).contiguous()  # the VAE's are in channels-last order on a GPU
         save_file({"latents": latents}, latents_file(run, purpose))
         run.say(f"{len(latents)} of {count} {purpose} clips encoded")

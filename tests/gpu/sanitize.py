@@ -6,8 +6,8 @@
 
 Inputs are made on the CPU, so that next to nothing but our kernels runs instrumented, and torch's caching of
 memory is off, so that each tensor has its own allocation and reading past its end is seen. Names of kernels
-("mask", "norm-rope", "mma", "mma-narrow", "sm90"; the last three are a forward and a backward pass) as
-arguments run those alone.
+("mask", "norm-rope", the forward passes "mma", "mma-narrow" and "sm90", and "mma-backward" and so on, which
+are both passes) as arguments run those alone.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from sparge_core.cuda import (
 )
 
 DEVICE = "cuda"
+BACKWARD = "-backward"  # behind the name of a family: its backward pass too
 # "mma-narrow" are the kernels of GPUs that have little shared memory.
 FORWARDS = {"mma": forward_mma.forward, "mma-narrow": forward_mma.forward, "sm90": forward_sm90.forward}
 BACKWARDS = {
@@ -75,28 +76,27 @@ def check_mask(q: Tensor, k: Tensor) -> BlockMask:
     return masks[0]
 
 
-def check_attention(family: str, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> None:
+def check_attention(family: str, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, *, backward: bool) -> None:
     order = mask.order if mask.order is not None else torch.arange(mask.counts.numel(), dtype=torch.int32)
     scale = q.shape[-1] ** -0.5
     for launcher, capabilities in WIDE_CAPABILITIES.items():
         launcher._WIDE_CAPABILITIES = set() if family == "mma-narrow" else capabilities
     blocks = mask.bits.to(DEVICE), mask.counts.to(DEVICE), order.to(DEVICE)
     out, lse = FORWARDS[family](q, k, v, *blocks, scale)
-    d_out = torch.randn(out.shape).to(out.dtype)
-    gradients = BACKWARDS[family](d_out.to(DEVICE), q, k, v, out, lse, *blocks, scale)
-
     exact = [x.cpu().double().requires_grad_() for x in (q, k, v)]
     wanted, wanted_lse = reference.attention(*exact, mask, scale=scale, return_lse=True)
-    exact_gradients = torch.autograd.grad(wanted, exact, d_out.double())
-    # The softmax over one key has gradients of zero, which rounding does not hit: hence a floor.
-    floor = exact_gradients[2].norm() * 1e-1
     errors = {
         "out": (out.cpu().double() - wanted).norm() / wanted.norm(),
         "LSE": (lse.cpu() - wanted_lse).abs().max(),
-    } | {
-        name: (got.cpu().double() - right).norm() / right.norm().clamp(min=floor)
-        for name, got, right in zip(("dQ", "dK", "dV"), gradients, exact_gradients, strict=True)
     }
+    if backward:
+        d_out = torch.randn(out.shape).to(out.dtype)
+        gradients = BACKWARDS[family](d_out.to(DEVICE), q, k, v, out, lse, *blocks, scale)
+        exact_gradients = torch.autograd.grad(wanted, exact, d_out.double())
+        # The softmax over one key has gradients of zero, which rounding does not hit: hence a floor.
+        floor = exact_gradients[2].norm() * 1e-1
+        for name, got, right in zip(("dQ", "dK", "dV"), gradients, exact_gradients, strict=True):
+            errors[name] = (got.cpu().double() - right).norm() / right.norm().clamp(min=floor)
     wrong = {name: f"{error.item():.1e}" for name, error in errors.items() if not error < TOLERANCE[name]}
     assert not wrong, f"{family} {tuple(q.shape)}: {wrong}"
 
@@ -113,7 +113,8 @@ def check_norm_rope(tokens: int, channels: int, dim: int, dtype: torch.dtype) ->
 
 def main(names: list[str]) -> None:
     hopper = torch.cuda.get_device_capability() == (9, 0)
-    names = names or ["mask", "norm-rope", *(family for family in FORWARDS if hopper or family != "sm90")]
+    families = [family for family in FORWARDS if hopper or family != "sm90"]
+    names = names or ["mask", "norm-rope", *(family + BACKWARD for family in families)]
     torch.manual_seed(0)
     for dtype in (torch.bfloat16, torch.float16):
         for dim in (64, 128):
@@ -128,11 +129,12 @@ def main(names: list[str]) -> None:
                     mask = check_mask(q, k)
                     if k_len > 64 * 512:
                         check_mask(torch.zeros_like(q), k)  # equal scores: a target sorts the whole row
-                elif set(names) & set(FORWARDS):
+                elif names != ["norm-rope"]:
                     mask = reference.block_mask(q.cpu(), k.cpu(), SparseConfig(*RULES[0]))
                 for family in FORWARDS:
-                    if family in names and shape in SHAPES:
-                        check_attention(family, q, k, v, mask)
+                    backward = family + BACKWARD in names
+                    if shape in SHAPES and (backward or family in names):
+                        check_attention(family, q, k, v, mask, backward=backward)
     print(f"{', '.join(names)}: right for all shapes, two head dims and two dtypes")
 
 

@@ -90,6 +90,8 @@ class WanPair:
             for weight in chosen.values():
                 weight.requires_grad_(True)
             self._frozen: nn.Module | None = load_transformer(options.teacher or options.base, dtype)
+            # Never sparse, but its dense attention too is by our kernel where that is the fastest.
+            SparseSelfAttention(self._frozen, options.config).active = False
         else:
             add_factors(model, options)
             self._frozen = None

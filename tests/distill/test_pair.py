@@ -67,10 +67,11 @@ def test_the_teacher_is_the_model_as_diffusers_runs_it(student: str, kind: dict[
     assert not torch.allclose(taught, expected, atol=1e-3)
 
 
+@pytest.mark.parametrize("student", ["low_rank", "full"])
 def test_a_teacher_by_our_kernel_teaches_the_same(
-    kind: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    student: str, kind: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pair, x, batch = make_pair(kind)
+    pair, x, batch = make_pair(kind, student=student)
     _, expected = velocities(pair, x, batch)
     calls = []
 

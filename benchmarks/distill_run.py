@@ -50,7 +50,7 @@ SMALL = Size(
     {"num_attention_heads": 4, "ffn_dim": 1408, "num_layers": 6, "text_dim": 64},
     (13, 48, 48),
     clips=256,
-    batch=8,
+    batch=4,
     pretrain=800,
     distil=500,
 )
@@ -159,7 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         settings = {
             **{**common, "base": base, "data": place / "clips", "steps": size.distil, "top_k": 0.0},
             **{"sparsity": args.sparsity, "learning_rate": args.learning_rate, "held_out": size.batch},
-            **{"validate_every": 25, "save_every": 100},
+            **{"validate_every": 50, "save_every": 100},
         }
         records = {}
         for loss in ("velocity", "diffusion"):

@@ -29,7 +29,7 @@ from ..sparge_core import SparseConfig
 from ..sparge_core.record import Grid
 from ..sparge_core.tune import Identity
 from ..sparge_core.wan.keys import model_type, strip
-from . import exact, traced
+from . import exact, feedforward, traced
 from .attention import Call, Layer, Run, SparseAttention
 from .fused import OVERRIDE, fuse
 
@@ -115,6 +115,7 @@ def patch_self_attention(
     for layer in attention.layers:
         _install(patched, attention, layer)
         _install_exact(patched, attention, layer)
+        _install_feedforward(patched, attention, layer)
     _install_rotation(patched)
     patched.set_attachments(KEY, attention)
     for wrapped in (WrappersMP.OUTER_SAMPLE, WrappersMP.APPLY_MODEL):
@@ -306,6 +307,21 @@ def _make_exact_forward(
     return exact_forward
 
 
+def _install_feedforward(model: ModelPatcher, attention: SparseAttention, layer: Layer) -> None:
+    """Let the layer's GELU be part of a matrix product, unless another node has patched it."""
+    key = f"{BLOCK}{layer.name}.ffn.forward"
+    if _is_ours(model.object_patches.get(key)):
+        del model.object_patches[key]
+    if key in model.object_patches or not attention.settings.may_use_cuda:
+        return
+    if not hasattr(_own(model, BLOCK + layer.name), "ffn"):
+        return
+    fused = feedforward.fuse(_own(model, key))
+    if fused is not None:
+        setattr(fused, BELOW, None)
+        model.add_object_patch(key, fused)
+
+
 def _install_rotation(model: ModelPatcher) -> None:
     """Let torch.compile take the table of rotations as it is.
 
@@ -349,6 +365,7 @@ def _follow_weights(old: ModelPatcher, new: ModelPatcher) -> None:
         if _is_ours(new.object_patches.get(_key(layer))):
             _install(new, attention, layer)
         _install_exact(new, attention, layer)
+        _install_feedforward(new, attention, layer)
     _install_rotation(new)
 
 

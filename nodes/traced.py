@@ -17,6 +17,7 @@ from torch import Tensor
 NAMESPACE = "sparge_attention2_host"
 ATTENTION = "(Tensor q, Tensor k, Tensor v, int heads, Tensor target) -> Tensor"
 ROTATION = "(Tensor ids, int pairs, Tensor target) -> Tensor"
+LINEAR_GELU = "(Tensor x, Tensor weight, Tensor bias) -> Tensor"
 
 
 class Target:
@@ -54,6 +55,16 @@ def _rotations(ids: Tensor, pairs: int, target: Tensor) -> Tensor:
     return ids.new_empty((samples, 1, tokens, pairs, 2, 2), dtype=torch.float32)
 
 
+def _linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """GELU, in its tanh form, of x weight^T + bias, (..., C) to (..., F). The compiler would split it."""
+    flat = torch._addmm_activation(bias, x.flatten(0, -2), weight.t(), use_gelu=True)
+    return flat.unflatten(0, x.shape[:-1])
+
+
+def _widened(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
 def _register(
     kind: str, schema: str, run: Callable[..., Tensor], shape: Callable[..., Tensor]
 ) -> tuple[torch.library.Library, Callable[..., Tensor]]:
@@ -79,3 +90,4 @@ def _register(
 
 _ATTENTION, attend = _register("attention", ATTENTION, _attend, _attended)
 _ROTATION, rotate = _register("rotation", ROTATION, _rotate, _rotations)
+_LINEAR_GELU, linear_gelu = _register("linear_gelu", LINEAR_GELU, _linear_gelu, _widened)

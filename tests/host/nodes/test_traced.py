@@ -42,6 +42,26 @@ def compiled(model: Model, graphs: list[torch.fx.GraphModule]) -> Model:
 
 
 @pytest.mark.slow
+def test_the_fused_feed_forward_layers_are_operators_in_it(
+    pack: ModuleType,
+    model: Model,
+    patch: Patch,
+    sample: Callable[..., Any],
+    graphs: list[torch.fx.GraphModule],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    room: Any = importlib.import_module(f"{pack.__name__}.nodes.feedforward")
+    monkeypatch.setattr(room, "DEVICE", "cpu")
+    monkeypatch.setattr(room, "HALF", (torch.float32,))
+    room._compared.cache_clear()
+    sample(compiled(patch(model, sparsity=0.5), graphs))
+    room._compared.cache_clear()
+    assert len(graphs) == 1
+    names = [str(node.target) for node in graphs[0].graph.nodes]
+    assert sum(".linear_gelu" in name for name in names) == LAYERS
+
+
+@pytest.mark.slow
 def test_a_patched_model_is_one_graph(
     model: Model, patch: Patch, sample: Callable[..., Any], graphs: list[torch.fx.GraphModule]
 ) -> None:

@@ -42,9 +42,12 @@ def fuse(forward: Callable[..., Tensor]) -> Callable[[Tensor], Tensor] | None:
         if not _serves(x):
             return forward(x)
         # As ComfyUI's own forward of the layer: the weights may lie elsewhere, or wait for a LoRA.
-        weight, bias, stream = comfy.ops.cast_bias_weight(widen, x, offloadable=True)
-        hidden = traced.linear_gelu(x, weight, bias)
-        comfy.ops.uncast_bias_weight(widen, weight, bias, stream)
+        if widen.comfy_cast_weights or widen.weight_function or widen.bias_function:
+            weight, bias, stream = comfy.ops.cast_bias_weight(widen, x, offloadable=True)
+            hidden = traced.linear_gelu(x, weight, bias)
+            comfy.ops.uncast_bias_weight(widen, weight, bias, stream)
+        else:
+            hidden = traced.linear_gelu(x, widen.weight, widen.bias)
         out: Tensor = narrow(hidden)
         return out
 

@@ -41,13 +41,13 @@ def room(pack: ModuleType, comfy: ModuleType, monkeypatch: pytest.MonkeyPatch) -
     module._compared.cache_clear()
 
 
-@pytest.fixture
-def layers(comfy: ModuleType) -> Any:
-    """A feed-forward layer as ComfyUI builds Wan's, its weights kept in fp32."""
+@pytest.fixture(params=["manual_cast", "disable_weight_init"])
+def layers(comfy: ModuleType, request: pytest.FixtureRequest) -> Any:
+    """A feed-forward layer as ComfyUI builds Wan's, its weights in fp32; the second kind casts none."""
     import comfy.ops
 
     torch.manual_seed(0)
-    linear = comfy.ops.manual_cast.Linear
+    linear = getattr(comfy.ops, request.param).Linear
     made = nn.Sequential(
         linear(DIM, 2 * DIM, dtype=torch.float32),
         nn.GELU(approximate="tanh"),
@@ -58,13 +58,13 @@ def layers(comfy: ModuleType) -> Any:
     return made
 
 
-def tokens(dtype: torch.dtype = torch.bfloat16) -> Tensor:
+def tokens(dtype: torch.dtype) -> Tensor:
     return torch.randn(2, TOKENS, DIM).to(dtype)
 
 
 @torch.no_grad()
 def test_it_gives_what_the_layer_gives(room: Any, layers: Any) -> None:
-    x = tokens()
+    x = tokens(torch.bfloat16 if layers[0].comfy_cast_weights else torch.float32)
     out = room.fuse(layers.forward)(x)
     assert room.calls[-1:] == [TOKENS]
     torch.testing.assert_close(out, layers(x), rtol=2**-6, atol=2**-4)
@@ -95,13 +95,17 @@ def test_it_stands_in_for_wans_layers_alone(room: Any, layers: Any, monkeypatch:
     assert room.fuse(layers.forward) is None
 
 
-def test_gradients_and_other_dtypes_take_the_layers_own_forward(room: Any, layers: Any) -> None:
+def test_gradients_and_other_dtypes_take_the_layers_own_forward(
+    room: Any, layers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stand_in = room.fuse(layers.forward)
     with torch.no_grad():
-        assert room._proven(None, torch.bfloat16)
-        room.calls.clear()
-        stand_in(tokens(torch.float16))
-    stand_in(tokens())
+        assert room._proven(None, torch.float32)
+    room.calls.clear()
+    stand_in(tokens(torch.float32))
+    monkeypatch.setattr(room, "HALF", (torch.bfloat16,))
+    with torch.no_grad():
+        stand_in(tokens(torch.float32))
     assert not room.calls
 
 
@@ -110,7 +114,7 @@ def test_a_torch_that_computes_something_else_is_not_asked(
     room: Any, layers: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(room.traced, "linear_gelu", lambda x, weight, bias: F.relu(F.linear(x, weight, bias)))
-    x = tokens()
+    x = tokens(torch.float32)
     torch.testing.assert_close(room.fuse(layers.forward)(x), layers(x), rtol=0, atol=0)
 
 

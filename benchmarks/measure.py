@@ -8,7 +8,9 @@ import shutil
 import statistics
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 
@@ -87,6 +89,54 @@ class Clock:
 
 def timing_event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)
+
+
+@dataclass(frozen=True)
+class Load:
+    """How hard a GPU worked: mean clock of its multiprocessors in MHz, and mean power in watts."""
+
+    clock_mhz: float
+    power_w: float
+
+
+LOAD_QUERY = "--query-gpu=utilization.gpu,clocks.sm,power.draw.instant"
+LOAD_EVERY_MS = 100
+BUSY = 90  # percent; samples below it are of before, after and in between
+
+
+@contextmanager
+def watched(device: torch.device) -> Iterator[Callable[[], Load | None]]:
+    """Has nvidia-smi sample the GPU; what it yields tells, after the block, the mean of the busy samples.
+
+    None on a CPU, without nvidia-smi, or where no sample was busy. The GPU is told by its UUID, since torch's
+    numbers are not nvidia-smi's.
+    """
+    lines: list[str] = []
+    if device.type != "cuda" or shutil.which("nvidia-smi") is None:
+        yield lambda: None
+        return
+    uuid = str(torch.cuda.get_device_properties(device).uuid)
+    command = ["nvidia-smi", f"--id=GPU-{uuid.removeprefix('GPU-')}", LOAD_QUERY]
+    command += ["--format=csv,noheader,nounits", f"--loop-ms={LOAD_EVERY_MS}"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    try:
+        yield lambda: mean_load(lines)
+    finally:
+        process.terminate()
+        lines += process.communicate()[0].splitlines()
+
+
+def mean_load(lines: Sequence[str]) -> Load | None:
+    """Mean of the busy ones of nvidia-smi's lines "utilisation, clock, power"; None if there are none."""
+    busy = []
+    for line in lines:
+        try:
+            utilisation, clock, power = map(float, line.split(","))
+        except ValueError:  # cut off, or "[N/A]"
+            continue
+        if utilisation >= BUSY:
+            busy.append((clock, power))
+    return Load(*map(statistics.mean, zip(*busy, strict=True))) if busy else None
 
 
 def machine(device: torch.device, commit: str | None) -> dict[str, str]:

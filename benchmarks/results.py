@@ -55,6 +55,7 @@ class StepRow:
     """One denoising step of a whole model, in milliseconds; factor: the same mode's dense step over this one.
 
     attention_ms: self-attention, its mask included; linear_ms: the linear layers; rest_ms: everything else.
+    clock_mhz, power_w: means over the timed steps.
     """
 
     shape: str
@@ -68,6 +69,8 @@ class StepRow:
     rest_ms: float
     factor: float
     peak_mb: float | None = None
+    clock_mhz: float | None = None
+    power_w: float | None = None
     config: str = ""
 
 
@@ -113,6 +116,8 @@ STEP_RULES: dict[str, Rule] = {
     "rest_ms": NUMBER,
     "factor": NUMBER,
     "peak_mb": OPTIONAL,
+    "clock_mhz": OPTIONAL,
+    "power_w": OPTIONAL,
     "config": TEXT,
 }
 START_RULES: dict[str, Rule] = {"cache": ((str,), ("empty", "filled")), "start_s": NUMBER}

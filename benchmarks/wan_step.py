@@ -31,7 +31,7 @@ from torch.profiler import ProfilerActivity, profile
 from sparge_core import DensePolicy, SparseConfig
 
 from .cases import HEAD_DIM, SHAPES, TINY, Shape
-from .measure import machine
+from .measure import Load, machine, watched
 from .results import StepRow, write
 
 LATENT_CHANNELS, TEXT_TOKENS, TEXT_WIDTH = 16, 512, 4096
@@ -165,6 +165,7 @@ class Timing:
     attention: float
     linear: float
     peak_mb: float | None
+    load: Load | None
 
 
 def measure(step: Step, model: Model, steps: int, device: torch.device, compiled: bool) -> Timing:
@@ -184,15 +185,16 @@ def measure(step: Step, model: Model, steps: int, device: torch.device, compiled
         torch.cuda.reset_peak_memory_stats(device)
     activity = ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU
     times = []
-    with profile(activities=[activity]) as profiled:
-        times.append(seconds())
-    if times[0] < LONG_STEP:
-        times = [seconds() for _ in range(steps)]
-    elif not compiled:
-        times.append(first)
+    with watched(device) as load:
+        with profile(activities=[activity]) as profiled:
+            times.append(seconds())
+        if times[0] < LONG_STEP:
+            times = [seconds() for _ in range(steps)]
+        elif not compiled:
+            times.append(first)
     attention, linear = kinds(profiled.events(), model.layers, cuda)
     peak = torch.cuda.max_memory_allocated(device) / 1e6 if cuda else None
-    return Timing(statistics.median(times) * 1e3, attention, linear, peak)
+    return Timing(statistics.median(times) * 1e3, attention, linear, peak, load())
 
 
 def kinds(events: Any, layers: int, cuda: bool) -> tuple[float, float]:
@@ -263,6 +265,8 @@ def run(
                 rest_ms=timing.step - timing.attention - timing.linear,
                 factor=timings["dense"].step / timing.step,
                 peak_mb=timing.peak_mb,
+                clock_mhz=timing.load and timing.load.clock_mhz,
+                power_w=timing.load and timing.load.power_w,
                 config=f"top_k={config.top_k:.3g}, sparsity={config.sparsity:.3g}" if sparse else "",
             )
 
@@ -270,7 +274,12 @@ def run(
 def line(row: StepRow) -> str:
     """A row as one line of the table."""
     times = f"{row.step_ms:10.1f} {row.attention_ms:10.1f} {row.linear_ms:10.1f} {row.rest_ms:10.1f}"
-    return f"{row.shape:12} {row.mode:9} {row.method:6} {row.sparsity:5.0%} {times} {row.factor:6.2f}x"
+    load = (
+        ""
+        if row.clock_mhz is None or row.power_w is None
+        else f"{row.clock_mhz:6.0f} MHz {row.power_w:4.0f} W"
+    )
+    return f"{row.shape:12} {row.mode:9} {row.method:6} {row.sparsity:5.0%} {times} {row.factor:6.2f}x {load}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.autograd import DeviceType
 
-from benchmarks import wan_step
+from benchmarks import measure, wan_step
 
 
 def kernel(name: str, ms: float, device_type: DeviceType = DeviceType.CUDA) -> SimpleNamespace:
@@ -53,3 +56,35 @@ def test_without_a_host_it_says_what_to_set(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(SystemExit, match="COMFYUI_PATH is '/nowhere'; set it to a ComfyUI folder"):
         wan_step.load_host(torch.device("cpu"))
     assert sys.path == before
+
+
+def test_clock_and_power_are_means_of_the_samples_under_load() -> None:
+    lines = ["3, 345, 80.5", "100, 1500, 680.0", "97, 1600, 700.0", "100, [N/A], 650.0", "100, 15"]
+    assert measure.mean_load(lines) == measure.Load(1550.0, 690.0)
+    assert measure.mean_load(lines[:1]) is None
+
+
+def test_a_cpus_clock_is_not_watched() -> None:
+    with measure.watched(torch.device("cpu")) as load:
+        pass
+    assert load() is None
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="nvidia-smi is acted by a shell script")
+def test_the_gpu_that_torch_uses_is_watched_by_its_uuid(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    acted = tmp_path / "nvidia-smi"
+    acted.write_text(
+        f'#!/bin/sh\necho "$@" > {tmp_path}/given\nwhile :; do echo "100, 1500, 690"; sleep 0.02; done\n'
+    )
+    acted.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    properties = SimpleNamespace(uuid="12ab")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    with measure.watched(torch.device("cuda:0")) as load:
+        while not (tmp_path / "given").exists():
+            time.sleep(0.01)
+        time.sleep(0.1)
+    assert load() == measure.Load(1500.0, 690.0)
+    assert "--id=GPU-12ab" in (tmp_path / "given").read_text()

@@ -274,12 +274,9 @@ def run(
 def line(row: StepRow) -> str:
     """A row as one line of the table."""
     times = f"{row.step_ms:10.1f} {row.attention_ms:10.1f} {row.linear_ms:10.1f} {row.rest_ms:10.1f}"
-    load = (
-        ""
-        if row.clock_mhz is None or row.power_w is None
-        else f"{row.clock_mhz:6.0f} MHz {row.power_w:4.0f} W"
-    )
-    return f"{row.shape:12} {row.mode:9} {row.method:6} {row.sparsity:5.0%} {times} {row.factor:6.2f}x {load}"
+    known = row.clock_mhz is not None and row.power_w is not None
+    load = f" {row.clock_mhz:6.0f} MHz {row.power_w:4.0f} W" if known else ""
+    return f"{row.shape:12} {row.mode:9} {row.method:6} {row.sparsity:5.0%} {times} {row.factor:6.2f}x{load}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -285,7 +285,7 @@ struct ColumnParams {
   float scale, scale_log2;
 };
 
-// The two warps that hold the same keys, one for each gradient.
+// The two warps that hold the same keys, one for each gradient: P is written before it and read after it.
 DEVICE void pair_sync(int pair) { asm volatile("bar.sync %0, 64;" ::"r"(1 + pair) : "memory"); }
 
 template <int kQueries>

@@ -13,12 +13,20 @@ from . import __doc__ as about
 from . import autoencoder, dit, maps, plan, report, sampling, students
 from .run import Run
 
+
+def demo(run: Run) -> None:
+    """Early, so that the model can be looked at before the tables are made."""
+    students.train_demo(run)
+    sampling.run_demo(run)
+    report.show_demo(run)
+
+
 PHASES: dict[str, Callable[[Run], None]] = {
     "vae": autoencoder.train,
     "latents": autoencoder.encode,
     "dit": dit.train,
+    "demo": demo,
     "students": students.train,
-    "demo": students.train_demo,
     "maps": maps.run_all,
     "videos": sampling.run_all,
 }

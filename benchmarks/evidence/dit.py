@@ -138,16 +138,16 @@ def follow(run: Run, loop: Distillation, minutes: float = math.inf) -> list[dict
 
 
 def _export(run: Run, base: Path) -> None:
-    """The model in diffusers' format, for students, and in ComfyUI's, fp16."""
+    """The model in diffusers' format, for students, and in ComfyUI's, both of the same numbers in fp16."""
     from diffusers import WanTransformer3DModel
 
     model: Any = WanTransformer3DModel.from_pretrained(base, local_files_only=True)
-    model.save_pretrained(base_folder(run))
+    model.half().save_pretrained(base_folder(run))
     weights = {}
     for key, weight in model.state_dict().items():
         name = DIFFUSERS.parse(key)
         assert name is not None, key
-        weights[name.target] = weight.half().contiguous()
+        weights[name.target] = weight.contiguous()
     save_file(weights, run.out / DIT_FILE, {"format": "pt"})
     stages = [run.read(f"dit-{i}-{stage.name}/{DONE}") for i, stage in enumerate(run.plan.dit.stages)]
     parameters = sum(weight.numel() for weight in weights.values())

@@ -75,14 +75,13 @@ def tables(run: Run) -> dict[str, Any]:
 
 
 def make(run: Run, machine: Mapping[str, str], seconds: Mapping[str, float]) -> None:
-    """Write tables.json and tables.md, clips.png, and videos.* and demo.* as .png and .webp."""
+    """Write tables.json and tables.md, clips.png, videos.png and videos.webp."""
     content = tables(run)
     facts = {"machine": dict(machine), "seconds": dict(seconds), "vae": run.read("vae.json")["psnr"]}
     run.write(TABLES, {**facts, "dit": run.read("dit.json"), **content})
     (run.out / "tables.md").write_text(markdown(content, run.plan.sparsities), encoding="utf-8")
     show_clips(run).save(run.out / "clips.png")
     _show_videos(run)
-    _show_demo(run)
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -196,8 +195,8 @@ def _show_videos(run: Run) -> None:
     _show(run, "videos", files)
 
 
-def _show_demo(run: Run) -> None:
-    """Short clips: dense, training-free and by the demo's student."""
+def show_demo(run: Run) -> None:
+    """demo.png and demo.webp: short clips, dense, training-free and by the demo's student."""
     case = demo_case(run)
     files = {
         "dense": DEMO_DENSE,

@@ -95,20 +95,20 @@ def run_all(run: Run) -> None:
     if not todo:
         return
     students = Students(run)
-    _demo(run, students)
     for seed in todo:
         run.clock.check()
         run.write(f"videos-{seed}.json", _one_seed(run, students, seed))
 
 
 def _keep(run: Run, name: str, videos: Tensor) -> None:
-    frames = ((videos[:KEPT] + 1) * 127.5).round().to(torch.uint8).cpu()
+    frames = ((videos[:KEPT] + 1) * 127.5).round().to(torch.uint8).cpu().contiguous()
     (run.out / "videos").mkdir(exist_ok=True)
     save_file({"videos": frames}, run.out / "videos" / f"{name}.safetensors")
 
 
-def _demo(run: Run, students: Students) -> None:
+def run_demo(run: Run) -> None:
     """Short videos of held-out captions: dense, training-free, and by the demo's student."""
+    students = Students(run)
     vae, case = autoencoder.load(run), demo_case(run)
     clips = latents.load(run, HELD_OUT).subset(range(min(KEPT, run.plan.held_out_each)))
     like = torch.empty(run.plan.short.latent)

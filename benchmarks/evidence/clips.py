@@ -36,7 +36,7 @@ SHAPES = {
     "star": (5, 0.55, 0.0),
 }
 TEXTURES = ("plain", "striped", "checkered", "dotted")
-SIZES = {"small": (18.0, 26.0), "large": (32.0, 46.0)}  # radius in pixels
+SIZES = {"small": (24.0, 34.0), "large": (42.0, 58.0)}  # radius in pixels
 MOTIONS = ("moving left", "moving right", "moving up", "moving down", "bouncing", "circling", "falling")
 GROUNDS = {
     "grey": (0.46, 0.47, 0.50),

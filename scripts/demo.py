@@ -129,14 +129,17 @@ def save(server: Server, out: Path, outputs: dict[str, Any], node: str, name: st
     return place.name
 
 
-def show(out: Path, videos: dict[str, np.ndarray], caption: str) -> dict[str, str]:
+def show(out: Path, videos: dict[str, np.ndarray], caption: str, sparsity: float) -> dict[str, str]:
     """All videos beside each other as a picture and as a video, each under its name; the files' names."""
-    from benchmarks.evidence import report
+    from benchmarks.evidence import report  # after main has said what is missing where it cannot be imported
 
-    rows = [(f"{name}: {caption}" if name == DENSE else name, video) for name, video in videos.items()]
+    named = [
+        (run if run == DENSE else f"{run}, {sparsity:.0%} sparse", video) for run, video in videos.items()
+    ]
+    (first, video), *others = named
     names = {"side_by_side": "side_by_side.png", "side_by_side_video": "side_by_side.webp"}
-    report.strips(rows).save(out / names["side_by_side"])
-    report.save_webp(out / names["side_by_side_video"], list(videos.items()), columns=len(videos))
+    report.strips([(f"{caption}: {first}", video), *others]).save(out / names["side_by_side"])
+    report.save_webp(out / names["side_by_side_video"], named, columns=len(named))
     return names
 
 
@@ -196,7 +199,7 @@ def demo(server: Server, out: Path, caption: str, trained: bool, steps: int, see
         "video": save(server, out, outputs, f"video {STUDENT}", STUDENT),
         "dense_video": save(server, out, outputs, f"video {DENSE}", DENSE),
         "training_free_video": save(server, out, outputs, f"video {FREE}", FREE),
-        **show(out, videos, caption),
+        **show(out, videos, caption, numbers["sparsity"]),
         "picture": save(server, out, outputs, "picture", "report"),
         "machine": {
             "device": server.get("/system_stats")["devices"][0]["name"],

@@ -44,12 +44,21 @@ STEPS_22, CFG_22 = 20, 3.5
 FRAMES, FPS = 81, 16.0
 SIZES = {"480p": (832, 480), "720p": (1280, 720)}
 
+# What the tiny trained model and its student were trained for (benchmarks/evidence/evidence.toml).
+TRAINED_SIZE, TRAINED_FRAMES = (384, 192), 29
+TRAINED_SHIFT, TRAINED_CFG, TRAINED_STEPS = 5.0, 3.0, 20
+TRAINED_SPARSITY = {"top_k": 0.03, "sparsity": 0.95}
+RUNS = ("dense", "training-free", "student")  # end the titles of their nodes
+
+NO_URL = ("tiny_", "evidence_")  # begin the files that are not downloaded but made
+
 TITLE_HEIGHT, SLOT_HEIGHT, WIDGET_HEIGHT = 40, 22, 28  # of the front end's node boxes, in its pixels
 COLUMN, GAP = 400, 50
 # Room for what shows below a node's widgets: a text to write, or what a run leaves there.
 ROOM = {
     "CLIPTextEncode": 112,
     "SpargeAttention2Patch": 50,
+    "SpargeLoadStudent": 90,
     "SaveVideo": 420,
     "SpargeSparsityReport": 860,
     "SpargeTune": 620,
@@ -68,6 +77,7 @@ PICTURES = {
     "wan21_tiny": ("Tiny video", "Random weights · seconds on a CPU"),
     "wan21_tiny_compare": ("Tiny, dense beside sparse", "Random weights · seconds on a CPU"),
     "wan21_tiny_tune": ("Tiny, tuned by layer", "Random weights · seconds on a CPU"),
+    "wan21_tiny_student": ("Tiny, dense beside a student", "Trained weights · minutes on a CPU"),
 }
 
 
@@ -110,7 +120,7 @@ class Graph:
             node["widgets_values"] = widgets
         if kind in FOLDERS:
             folder, file = FOLDERS[kind], widgets[0]
-            if not file.startswith("tiny_"):
+            if not file.startswith(NO_URL):
                 url = f"{_source(file)}/resolve/main/split_files/{folder}/{file}"
                 node["properties"]["models"] = [{"name": file, "url": url, "directory": folder}]
         for slot, (label, produced) in enumerate(zip(info["output_name"], info["output"], strict=True)):
@@ -435,8 +445,7 @@ def _tiny_start(graph: Graph) -> Start:
         "- `tiny_wan21_vae.safetensors` → `models/vae/`\n"
         "- `tiny_wan21/` → `datasets/`: a text embedding, in place of a text encoder of 7 GB",
         "In the pack's folder, `python scripts/host.py run scripts/tiny_models.py FOLDER` writes them into "
-        "the ComfyUI in FOLDER; `make demo` does so in one of its own, and runs the tiny workflow dense and "
-        "sparse.",
+        "the ComfyUI in FOLDER.",
     )
     graph.note(0, "Tiny Wan2.1", "\n\n".join(paragraphs), lines=18)
     (model,) = graph.add("UNETLoader", 1, unet_name="tiny_wan21_t2v.safetensors")
@@ -448,7 +457,7 @@ def _tiny_start(graph: Graph) -> Start:
 
 
 def tiny(object_info: dict[str, Any], name: str) -> dict[str, Any]:
-    """The graph of `make demo`: seconds on a CPU, no text encoder, and the latent saved for comparison."""
+    """Seconds on a CPU, no text encoder, and the latent saved for comparison."""
     graph = Graph(object_info)
     start = _tiny_start(graph)
     (sparse,) = graph.add(
@@ -521,6 +530,80 @@ def tune_tiny(object_info: dict[str, Any], name: str) -> dict[str, Any]:
     return graph.finished()
 
 
+def student_tiny(object_info: dict[str, Any], name: str) -> dict[str, Any]:
+    """The graph of `make demo`: trained weights dense, sparse without training, and the student's, beside
+    each other."""
+    graph, (width, height) = Graph(object_info), TRAINED_SIZE
+    paragraphs = (
+        "A tiny Wan2.1 that was trained on rendered clips, from one seed three times: **dense on the left, "
+        "95 % sparse without training in the middle, and on the right its student**, as sparse but distilled "
+        f"for it. Minutes on a CPU ({_tokens(width, height, TRAINED_FRAMES)} tokens).",
+        "- `evidence_wan.safetensors` → `models/diffusion_models/`\n"
+        "- `evidence_vae.safetensors` → `models/vae/`\n"
+        "- `evidence_student_short.safetensors` → `models/loras/`\n"
+        "- `evidence_caption/` → `datasets/`: the embedding of a caption, in place of a text encoder",
+        "In a git clone of this pack, `python scripts/host.py run scripts/tiny_models.py FOLDER` writes them "
+        "into the ComfyUI in FOLDER; `make demo` does so in one of its own, and runs this graph.",
+        "The three latents are decoded as one batch, which is several times as fast on a CPU.",
+    )
+    graph.note(0, "Dense beside a student", "\n\n".join(paragraphs), lines=24)
+    (model,) = graph.add("UNETLoader", 1, unet_name="evidence_wan.safetensors")
+    (vae,) = graph.add("VAELoader", 1, vae_name="evidence_vae.safetensors")
+    _, positive = graph.add("LoadTrainingDataset", 1, title="Caption", folder_name="evidence_caption")
+    (latent,) = graph.add("EmptyHunyuanLatentVideo", 1, width=width, height=height, length=TRAINED_FRAMES)
+    (dense,) = graph.add("ModelSamplingSD3", 2, model=model, shift=TRAINED_SHIFT)
+    (student,) = graph.add(
+        "SpargeLoadStudent", 2, file="loras/evidence_student_short.safetensors", base=dense
+    )
+    (negative,) = graph.add("ConditioningZeroOut", 2, conditioning=positive)
+    models = [dense]
+    for run, weights, settings in (
+        ("training-free", dense, {"settings": "manual", **TRAINED_SPARSITY}),
+        ("student", student, {"settings": "auto"}),
+    ):
+        title = f"SpargeAttention2, {run}"
+        models += graph.add(
+            "SpargeAttention2Patch", 3, title=title, model=weights, min_tokens=2048, **settings
+        )
+    samples = [
+        graph.add(
+            "KSampler",
+            4,
+            title=f"KSampler, {run}",
+            model=one,
+            positive=positive,
+            negative=negative,
+            latent_image=latent,
+            steps=TRAINED_STEPS,
+            cfg=TRAINED_CFG,
+            sampler_name="euler",
+            scheduler=SCHEDULER,
+        )[0]
+        for run, one in zip(RUNS, models, strict=True)
+    ]
+    batch = samples[0]
+    for other in samples[1:]:
+        (batch,) = graph.add("LatentBatch", 5, samples1=batch, samples2=other)
+    (frames,) = graph.add("VAEDecode", 5, samples=batch, vae=vae)
+    row, *others = (
+        graph.add(
+            "ImageFromBatch",
+            5,
+            title=f"Frames, {run}",
+            image=frames,
+            batch_index=place * TRAINED_FRAMES,
+            length=TRAINED_FRAMES,
+        )[0]
+        for place, run in enumerate(RUNS)
+    )
+    for other in others:
+        (row,) = graph.add("ImageStitch", 6, image1=row, image2=other, direction="right")
+    (video,) = graph.add("CreateVideo", 6, images=row, fps=FPS)
+    graph.add("SaveVideo", 6, video=video, filename_prefix=f"video/{name}")
+    graph.add("SpargeSparsityReport", 7, model=models[-1], latent=samples[-1])
+    return graph.finished()
+
+
 def all_workflows(object_info: dict[str, Any]) -> dict[str, str]:
     """Every shipped workflow: file name to content."""
     graphs = {}
@@ -543,6 +626,7 @@ def all_workflows(object_info: dict[str, Any]) -> dict[str, str]:
     graphs["wan21_tiny"] = tiny(object_info, "wan21_tiny")
     graphs["wan21_tiny_compare"] = compare_tiny(object_info, "wan21_tiny_compare")
     graphs["wan21_tiny_tune"] = tune_tiny(object_info, "wan21_tiny_tune")
+    graphs["wan21_tiny_student"] = student_tiny(object_info, "wan21_tiny_student")
     return {
         f"{name}.json": json.dumps(graph, indent=1, ensure_ascii=False) + "\n"
         for name, graph in graphs.items()

@@ -278,7 +278,8 @@ def release(tree: Path, kept: Path, demo: bool) -> list[Path]:
         say(f"trying {pack.name}")
         unpacked = try_pack(pack, Path(temporary, "pack"), tree)
         if demo:
-            command = [sys.executable, str(ROOT / "scripts" / "demo.py"), "--pack", str(unpacked)]
+            script = str(ROOT / "scripts" / "demo.py")
+            command = [sys.executable, script, "--steps", "2", "--pack", str(unpacked)]
             if subprocess.run(command, check=False).returncode:
                 raise ReleaseError(f"The demo fails with {pack.name}; the messages above say why.")
         DIST.mkdir(exist_ok=True)

@@ -1,14 +1,19 @@
-"""Tiny Wan checkpoints with random weights, which ComfyUI's own loaders detect and run on a CPU.
+"""Tiny Wan checkpoints, which ComfyUI's own loaders detect and run on a CPU.
 
     python scripts/host.py run scripts/tiny_models.py FOLDER
 
-writes the common kinds into the ComfyUI, or the base directory, in FOLDER, with a VAE and a text embedding.
-The pictures are noise; the graph, the shapes and the attention are those of the real models."""
+writes into the ComfyUI, or the base directory, in FOLDER
+
+- the common kinds with random weights, with a VAE and a text embedding: the pictures are noise; the graph,
+  the shapes and the attention are those of the real models;
+- the trained model of benchmarks/evidence/trained/ with its VAE, its students and a caption's embedding;
+  where it is not, random weights under its names."""
 
 from __future__ import annotations
 
 import importlib
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,7 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from comfy_tree import use_comfy
-from host import HostError, ready_host
+from host import ROOT, HostError, ready_host
+
+# Last, since the pack's `nodes` must not hide ComfyUI's.
+sys.path.append(str(ROOT))
 
 HEAD_DIM = 128  # of every Wan; ComfyUI derives the number of heads from it
 TEXT_TOKENS, TEXT_DIM = 512, 4096  # of the umT5 encoder, fixed in the model code
@@ -26,11 +34,25 @@ LATENT_CHANNELS = 16
 IMAGE_IN_CHANNELS = LATENT_CHANNELS + 4 + LATENT_CHANNELS
 # VACE's control: inactive and reactive latents, and a mask of 8 × 8 pixels a latent cell.
 VACE_IN_CHANNELS = 2 * LATENT_CHANNELS + 64
+SHARD = "shard_0000.pkl"  # of a data set of ComfyUI's
 VAE_WIDTH = 4  # 96 in the real one; decoding is most of the time of a tiny run
 CHANNELS_5B = 48  # of the latents of Wan2.2's own VAE
 CLIP_TOKENS = 257  # of one picture; first-last-frame models embed the positions of two
 
 KINDS = ("t2v", "i2v", "flf2v", "vace")  # of which `make` writes files
+
+# What `make evidence` leaves, to be copied here; and the folder of models/ that ComfyUI looks for each in.
+TRAINED = ROOT / "benchmarks" / "evidence" / "trained"
+TRAINED_DIT, TRAINED_VAE = "evidence_wan.safetensors", "evidence_vae.safetensors"
+STUDENT, SHORT_STUDENT = "evidence_student.safetensors", "evidence_student_short.safetensors"
+TRAINED_FILES = {
+    TRAINED_DIT: "diffusion_models",
+    TRAINED_VAE: "vae",
+    STUDENT: "loras",
+    SHORT_STUDENT: "loras",
+}
+CAPTION_DATASET = "evidence_caption"
+CAPTION = "a large plain red disc moving right, a large striped yellow star bouncing, over smooth navy ground"
 
 # Of every kind: ComfyUI's code, and what its arguments are beside the common ones.
 WAN = "comfy.ldm.wan.model"
@@ -142,11 +164,23 @@ def text_embedding(seed: int = 0) -> Tensor:
     return torch.randn(1, TEXT_TOKENS, TEXT_DIM, generator=torch.Generator().manual_seed(seed))
 
 
+def random_student(base: dict[str, Tensor], seed: int = 0) -> dict[str, Tensor]:
+    """A diff of the self-attention's matrices, under the names that `sparge-distill` gives them, fp16."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        f"diffusion_model.{key.removesuffix('.weight')}.diff": weight.std()
+        * torch.randn(weight.shape, generator=generator).half()
+        / 8
+        for key, weight in base.items()
+        if ".self_attn." in key and weight.ndim == 2
+    }
+
+
 def files_in(base: Path) -> dict[str, Path]:
     """Where `make` puts each file under ComfyUI's base directory: DiTs by kind, "vae", "text" (embedding)."""
     files = {kind: base / "models" / "diffusion_models" / f"tiny_wan21_{kind}.safetensors" for kind in KINDS}
     files["vae"] = base / "models" / "vae" / "tiny_wan21_vae.safetensors"
-    files["text"] = base / "datasets" / "tiny_wan21" / "shard_0000.pkl"
+    files["text"] = base / "datasets" / "tiny_wan21" / SHARD
     return files
 
 
@@ -159,29 +193,76 @@ def make(base: Path) -> dict[str, Path]:
     ]
     if not missing:
         return files
+    _use_host()
+    for kind in missing:
+        if kind == "text":
+            _write_dataset(files[kind].parent, text_embedding())
+        else:
+            _write_weights(files[kind], random_vae() if kind == "vae" else random_dit(kind))
+    return files
+
+
+def make_trained(base: Path, caption: str = CAPTION, trained: Path = TRAINED) -> bool:
+    """Put the files in `trained`, and the caption's embedding, where ComfyUI finds them.
+
+    False where they are not all there: random weights have their names then. ValueError for a caption with
+    words that the model was never told.
+    """
+    if not trained.parent.is_dir():
+        raise HostError("A release has no benchmarks/, which this needs: take a git clone of the pack.")
+    from benchmarks.evidence.captions import CaptionEmbedding
+
+    embedding = CaptionEmbedding(torch.device("cpu"))(caption)
+    _write_dataset(base / "datasets" / CAPTION_DATASET, embedding[None])
+    places = {name: base / "models" / folder / name for name, folder in TRAINED_FILES.items()}
+    if all((trained / name).is_file() for name in TRAINED_FILES):
+        for name, place in places.items():
+            place.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(trained / name, place)
+        return True
+    from sparge_core import SparseConfig
+
+    _use_host()
+    weights = random_dit("t2v")
+    _write_weights(places[TRAINED_DIT], weights)
+    _write_weights(places[TRAINED_VAE], random_vae())
+    settings = SparseConfig(top_k=0.03, sparsity=0.95).to_metadata()
+    for name in (STUDENT, SHORT_STUDENT):
+        _write_weights(places[name], random_student(weights), settings)
+    return False
+
+
+def _use_host() -> None:
     host = ready_host()
     if host is None:
         raise HostError("There is no ComfyUI yet. Run: python scripts/host.py setup")
     use_comfy(host.tree)
+
+
+def _write_weights(file: Path, weights: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
     from safetensors.torch import save_file
 
-    for kind in missing:
-        files[kind].parent.mkdir(parents=True, exist_ok=True)
-        if kind == "text":
-            # The format of ComfyUI's node LoadTrainingDataset, which finds a data set by its metadata.json
-            # and reads the shard with weights_only.
-            metadata = {"num_samples": 1, "num_shards": 1, "shard_size": 1}
-            (files[kind].parent / "metadata.json").write_text(json.dumps(metadata), encoding="utf-8")
-            latent = {"samples": torch.zeros(1, LATENT_CHANNELS, 1, 8, 8)}
-            torch.save({"latents": [latent], "conditioning": [[[text_embedding(), {}]]]}, files[kind])
-        else:
-            weights = random_vae() if kind == "vae" else random_dit(kind)
-            save_file({key: weight.contiguous() for key, weight in weights.items()}, files[kind])
-    return files
+    file.parent.mkdir(parents=True, exist_ok=True)
+    save_file({key: weight.contiguous() for key, weight in weights.items()}, file, metadata)
+
+
+def _write_dataset(folder: Path, embedding: Tensor) -> None:
+    """A text embedding in the format of ComfyUI's node LoadTrainingDataset, which finds a data set by its
+    metadata.json and reads the shard with weights_only."""
+    folder.mkdir(parents=True, exist_ok=True)
+    metadata = {"num_samples": 1, "num_shards": 1, "shard_size": 1}
+    (folder / "metadata.json").write_text(json.dumps(metadata), encoding="utf-8")
+    latent = {"samples": torch.zeros(1, LATENT_CHANNELS, 1, 8, 8)}
+    torch.save({"latents": [latent], "conditioning": [[[embedding, {}]]]}, folder / SHARD)
 
 
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit(__doc__)
-    for path in make(Path(sys.argv[1])).values():
-        print(f"{path} ({path.stat().st_size / 1e6:.1f} MB)")
+    folder = Path(sys.argv[1])
+    try:
+        for path in make(folder).values():
+            print(f"{path} ({path.stat().st_size / 1e6:.1f} MB)")
+        print(f"{', '.join(TRAINED_FILES)}: {'trained' if make_trained(folder) else 'random weights'}")
+    except HostError as error:
+        sys.exit(f"[tiny models] {error}")

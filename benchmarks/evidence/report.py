@@ -219,17 +219,19 @@ def _show(run: Run, name: str, files: Mapping[str, str]) -> None:
     save_webp(run.out / f"{name}.webp", [(text, pixels(made[0])) for text, made in videos.items()])
 
 
-def save_webp(path: Path, videos: Sequence[tuple[str, np.ndarray]], width: int = 360) -> None:
-    """An animation of videos beside each other, two in a row, each under its name."""
+def save_webp(
+    path: Path, videos: Sequence[tuple[str, np.ndarray]], width: int = 360, columns: int = 2
+) -> None:
+    """An animation of videos beside each other, so many in a row, each under its name."""
     height = round(width * videos[0][1].shape[1] / videos[0][1].shape[2])
-    size = (2 * width, -(-len(videos) // 2) * (height + LINE))
+    size = (columns * width, -(-len(videos) // columns) * (height + LINE))
     font = ImageFont.load_default(FONT_SIZE)
     frames = []
     for number in range(len(videos[0][1])):
         image = Image.new("RGB", size, "white")
         draw = ImageDraw.Draw(image)
         for place, (name, video) in enumerate(videos):
-            left, top = place % 2 * width, place // 2 * (height + LINE)
+            left, top = place % columns * width, place // columns * (height + LINE)
             draw.text((left + 4, top + 2), name, "black", font)
             image.paste(Image.fromarray(video[number]).resize((width, height)), (left, top + LINE))
         frames.append(image)

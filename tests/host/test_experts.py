@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 
-from demo import PATCH, REPORT, WORKFLOW, node_of, without_video
-from host import ROOT, Server
+from host import Server
 from sparge_core import SparseConfig
-from workflow import load, to_api
 
 from ..wan.files import diffusers_name, random_tensors, wan_model, write
+from .graphs import PATCH, REPORT, node_of, tiny_prompt
 
 CONFIGS = {"high": SparseConfig(top_k=0.3, top_p=0.4), "low": SparseConfig(top_k=0.1, top_p=0.2)}
 STEPS, SWITCH = 4, 2
@@ -35,8 +34,7 @@ def students(server: Server) -> dict[str, str]:
 
 def graph(server: Server, students: dict[str, str]) -> dict[str, Any]:
     """The tiny workflow with a loader, a patch, a sampler and a report for each expert."""
-    prompt = without_video(to_api(load(ROOT / WORKFLOW), server.object_info()))
-    prompt[node_of(prompt, "EmptyHunyuanLatentVideo")]["inputs"].update(width=128, height=128, length=9)
+    prompt = tiny_prompt(server, 128, 128, 9)
     chain = {
         name: node_of(prompt, name) for name in ("UNETLoader", PATCH, "ModelSamplingSD3", "KSampler", REPORT)
     }

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from packaging.specifiers import SpecifierSet
 
-import demo
 from host import PACK_NAME, ROOT, Host, HostError, Server
-from workflow import load, to_api
+
+from .graphs import PATCH, REPORT, latent_of, node_of, tiny_prompt
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -25,24 +25,23 @@ else:
 @pytest.fixture(scope="module")
 def prompt(server: Server) -> dict[str, Any]:
     """The tiny workflow without a video and its report, and with the smallest latent that fits."""
-    graph = demo.without_video(to_api(load(ROOT / demo.WORKFLOW), server.object_info()))
-    del graph[demo.node_of(graph, demo.REPORT)]
-    graph[demo.node_of(graph, "EmptyHunyuanLatentVideo")]["inputs"].update(width=64, height=64, length=9)
+    graph = tiny_prompt(server, 64, 64, 9)
+    del graph[node_of(graph, REPORT)]
     return graph
 
 
 def with_inputs(prompt: dict[str, Any], class_type: str, **inputs: Any) -> dict[str, Any]:
-    node = demo.node_of(prompt, class_type)
+    node = node_of(prompt, class_type)
     changed = {**prompt[node], "inputs": {**prompt[node]["inputs"], **inputs}}
     return {**prompt, node: changed}
 
 
 def test_the_server_serves_the_pack_in_a_version_that_the_pack_asks_for(server: Server) -> None:
     version = server.get("/system_stats")["system"]["comfyui_version"]
-    project = tomllib.loads((demo.ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     assert version in SpecifierSet(project["tool"]["comfy"]["requires-comfyui"])
     ours = {name for name, node in server.object_info().items() if PACK_NAME in node["python_module"]}
-    assert {demo.PATCH, demo.REPORT} <= ours
+    assert {PATCH, REPORT} <= ours
 
 
 def test_comfy_and_the_pack_load_in_this_process(comfy: ModuleType, pack: ModuleType, host: Host) -> None:
@@ -82,5 +81,5 @@ def test_an_interrupted_run_says_so_and_the_next_one_is_as_if_it_had_not_been(
     # Another number of steps first: else the result would come from ComfyUI's cache.
     server.run(with_inputs(prompt, "KSampler", seed=5, steps=1))
     after = server.run(with_inputs(prompt, "KSampler", seed=5))
-    latents = [demo.latent_of(server, prompt, outputs) for outputs in (before, after)]
+    latents = [latent_of(server, prompt, outputs) for outputs in (before, after)]
     assert latents[0].equal(latents[1])

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from demo import PATCH, REPORT, WORKFLOW, node_of, without_patch, without_video
-from host import ROOT, Server
-from workflow import load, to_api
+from host import Server
 
-Prompt = dict[str, Any]
+from ..graphs import PATCH, REPORT, node_of, tiny_prompt, without_patch
+
 SETTINGS = {
     **{"samples": "clips", "name": "mine", "steps": 2, "batch": 1, "learning_rate": 1e-3, "rank": 4},
     **{"top_k": 0.0, "top_p": 0.2, "sparsity": 0.5, "held_out": 1, "save_every": 1, "checkpointing": True},
@@ -21,8 +19,7 @@ SETTINGS = {
 
 @pytest.mark.slow
 def test_a_users_own_results_distil_a_student_that_samples(server: Server, base: Path) -> None:
-    prompt = without_video(to_api(load(ROOT / WORKFLOW), server.object_info()))
-    prompt[node_of(prompt, "EmptyHunyuanLatentVideo")]["inputs"].update(width=128, height=128, length=9)
+    prompt = tiny_prompt(server, 128, 128, 9)
     sampler, patch = node_of(prompt, "KSampler"), node_of(prompt, PATCH)
     loader = prompt[patch]["inputs"]["model"]
 

@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from demo import PATCH, REPORT, WORKFLOW, latent_of, node_of, without_patch, without_video
 from host import PACK_NAME, ROOT, HostError, Server
-from workflow import load, to_api
 
-Prompt = dict[str, Any]
+from ..graphs import PATCH, REPORT, Prompt, latent_of, node_of, tiny_prompt, without_patch
+
 SAMPLER = "KSamplerAdvanced"
 START_SECONDS = 60
 
@@ -22,8 +21,7 @@ START_SECONDS = 60
 @pytest.fixture(scope="module")
 def tiny(server: Server) -> Prompt:
     """The tiny workflow at 128 × 128 × 9 in two steps; its sampler has an input of no effect, for `again`."""
-    prompt = without_video(to_api(load(ROOT / WORKFLOW), server.object_info()))
-    prompt[node_of(prompt, "EmptyHunyuanLatentVideo")]["inputs"].update(width=128, height=128, length=9)
+    prompt = tiny_prompt(server, 128, 128, 9)
     sampler = prompt[node_of(prompt, "KSampler")]
     links = {name: sampler["inputs"][name] for name in ("model", "positive", "negative", "latent_image")}
     sampler["class_type"] = SAMPLER

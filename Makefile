@@ -7,7 +7,7 @@ EVIDENCE_ARGS ?=
 
 .PHONY: demo test browser pictures lint test-gpu bench evidence build release setup clean
 
-demo:  ## a tiny trained Wan2.1, dense, sparse and its student beside each other, in the real ComfyUI: out/demo/
+demo:  ## a tiny Wan2.1, dense, sparse and its student beside each other, in the real ComfyUI: out/demo/
 	$(RUN) scripts/demo.py
 
 test: lint  ## everything that needs no GPU; a file's tests share a process, and with it a ComfyUI

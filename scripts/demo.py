@@ -1,4 +1,4 @@
-"""The main job, end to end: the tiny trained Wan2.1 in a real ComfyUI, three times from one seed.
+"""The main job, end to end: the tiny Wan2.1 in a real ComfyUI, three times from one seed.
 
     python scripts/host.py run scripts/demo.py [--steps 20] [--seed 0] [--caption TEXT] [--pack FOLDER]
 

@@ -77,7 +77,7 @@ PICTURES = {
     "wan21_tiny": ("Tiny video", "Random weights · seconds on a CPU"),
     "wan21_tiny_compare": ("Tiny, dense beside sparse", "Random weights · seconds on a CPU"),
     "wan21_tiny_tune": ("Tiny, tuned by layer", "Random weights · seconds on a CPU"),
-    "wan21_tiny_student": ("Tiny, dense beside a student", "Trained weights · minutes on a CPU"),
+    "wan21_tiny_student": ("Tiny, dense beside a student", "Three runs of one seed · minutes on a CPU"),
 }
 
 
@@ -531,19 +531,20 @@ def tune_tiny(object_info: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def student_tiny(object_info: dict[str, Any], name: str) -> dict[str, Any]:
-    """The graph of `make demo`: trained weights dense, sparse without training, and the student's, beside
-    each other."""
+    """The graph of `make demo`: a model dense, sparse without training, and as its student, beside each
+    other."""
     graph, (width, height) = Graph(object_info), TRAINED_SIZE
     paragraphs = (
-        "A tiny Wan2.1 that was trained on rendered clips, from one seed three times: **dense on the left, "
-        "95 % sparse without training in the middle, and on the right its student**, as sparse but distilled "
+        "A tiny Wan2.1, from one seed three times: **dense on the left, 95 % sparse without training in the "
+        "middle, and on the right its student**, as sparse but distilled "
         f"for it. Minutes on a CPU ({_tokens(width, height, TRAINED_FRAMES)} tokens).",
         "- `evidence_wan.safetensors` → `models/diffusion_models/`\n"
         "- `evidence_vae.safetensors` → `models/vae/`\n"
         "- `evidence_student_short.safetensors` → `models/loras/`\n"
         "- `evidence_caption/` → `datasets/`: the embedding of a caption, in place of a text encoder",
         "In a git clone of this pack, `python scripts/host.py run scripts/tiny_models.py FOLDER` writes them "
-        "into the ComfyUI in FOLDER; `make demo` does so in one of its own, and runs this graph.",
+        "into the ComfyUI in FOLDER; `make demo` does so in one of its own, and runs this graph. Their "
+        "weights are random, and the videos noise, until `make evidence` has trained some.",
         "The three latents are decoded as one batch, which is several times as fast on a CPU.",
     )
     graph.note(0, "Dense beside a student", "\n\n".join(paragraphs), lines=24)

@@ -131,7 +131,6 @@ class Students:
                 "tensorboard": False,
                 "dtype": run.dtype,
                 "device": run.device.type,
-                "compile": run.device.type == "cuda",
             }
         )
 

@@ -113,9 +113,6 @@ class TrainOptions:
     checkpointing: bool = field(
         default=True, metadata=_about("recompute activations in the backward pass, to save memory")
     )
-    compile: bool = field(
-        default=False, metadata=_about("let torch compile the model's blocks; needs a C compiler")
-    )
     device: str = field(
         default="auto", metadata=_about("auto: the GPU where there is one", choices=("auto", "cuda", "cpu"))
     )
@@ -193,7 +190,6 @@ FREE_ON_RESUME = {
         "steps",
         "micro_batch",
         "checkpointing",
-        "compile",
         "device",
         "deterministic",
     ),

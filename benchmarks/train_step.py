@@ -48,6 +48,7 @@ class TrainRow:
     student: str  # "full" or "low_rank"
     loss: str
     dense_kernels: str
+    compiled: bool  # the blocks, by torch
     method: str  # "dense" or "ours"
     sparsity: float
     step_ms: float
@@ -99,13 +100,14 @@ def measure(options: TrainOptions, device: torch.device, steps: int) -> Iterator
             for method, (ms, peak) in timed.items():
                 share = options.sparsity if method == "ours" else 0.0
                 factor = timed["dense"][0] / ms
-                yield TrainRow(options.student, loss, kernels, method, share, ms, peak, factor)
+                yield TrainRow(options.student, loss, kernels, pair.compiled, method, share, ms, peak, factor)
 
 
 def line(row: TrainRow) -> str:
     memory = "" if row.peak_mb is None else f"{row.peak_mb / 1e3:7.1f} GB"
+    mode = "compiled" if row.compiled else "eager"
     return (
-        f"{row.student:9} {row.loss:10} {row.dense_kernels:6} {row.method:6} {row.sparsity:4.0%} "
+        f"{row.student:9} {row.loss:10} {row.dense_kernels:6} {mode:8} {row.method:6} {row.sparsity:4.0%} "
         f"{row.step_ms:10.1f} ms {memory} {row.factor:6.2f}x"
     )
 
@@ -116,6 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tiny", action="store_true", help="a tiny model, on a CPU if there is no GPU")
     parser.add_argument("--students", nargs="+", choices=(FULL, LOW_RANK), default=(FULL, LOW_RANK))
     parser.add_argument("--sparsity", type=float, default=0.95, help="target of the sparse student")
+    parser.add_argument("--compile", action="store_true", help="let torch compile the blocks")
     parser.add_argument("--steps", type=int, default=3, help="timed steps of each kind")
     parser.add_argument("--commit", help="commit to name in the results, where there is no git checkout")
     args = parser.parse_args(arguments)
@@ -137,7 +140,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "dtype": "bf16" if device.type == "cuda" else "fp32",
         }
         for student in args.students:
-            for row in measure(options_from({**common, "student": student}), device, args.steps):
+            options = options_from({**common, "student": student, "compile": args.compile})
+            for row in measure(options, device, args.steps):
                 rows.append(row)
                 print(line(row), flush=True)
                 if args.out:  # each time: the run may be cut off

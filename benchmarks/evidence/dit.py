@@ -100,6 +100,7 @@ def _train_stage(run: Run, stage: Stage, base: Path, out: Path) -> None:
             "learning_rate": stage.learning_rate,
             "dtype": run.dtype,
             "device": run.device.type,
+            "compile": run.device.type == "cuda",  # small as the model is, launching kernels takes longest
             "seed": run.plan.seed,
         }
     )

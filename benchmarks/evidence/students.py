@@ -131,6 +131,7 @@ class Students:
                 "tensorboard": False,
                 "dtype": run.dtype,
                 "device": run.device.type,
+                "compile": run.device.type == "cuda",
             }
         )
 

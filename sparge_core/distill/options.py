@@ -113,6 +113,9 @@ class TrainOptions:
     checkpointing: bool = field(
         default=True, metadata=_about("recompute activations in the backward pass, to save memory")
     )
+    compile: bool = field(
+        default=False, metadata=_about("let torch compile the model's blocks; needs a C compiler")
+    )
     device: str = field(
         default="auto", metadata=_about("auto: the GPU where there is one", choices=("auto", "cuda", "cpu"))
     )
@@ -190,6 +193,7 @@ FREE_ON_RESUME = {
         "steps",
         "micro_batch",
         "checkpointing",
+        "compile",
         "device",
         "deterministic",
     ),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,6 +26,7 @@ from .options import FULL, SELF_ATTENTION, TrainOptions
 
 log = logging.getLogger(__name__)
 
+BACKEND = "inductor"  # torch's compiler
 ADAPTER = "default"  # peft's name for the only one
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -71,7 +71,8 @@ class WanPair:
 
     Low-rank: one model; the teacher is it with the factors off and dense attention. Full: the teacher is a
     frozen copy in the computing dtype. In a process group FSDP2 shards both.
-    attention: switches the student's self-attention between sparse and dense.
+    attention: switches the student's self-attention between sparse and dense. compiled: whether the blocks of
+    both are, which needs a C compiler.
     """
 
     def __init__(self, options: TrainOptions, device: torch.device) -> None:
@@ -91,11 +92,16 @@ class WanPair:
                 weight.requires_grad_(True)
             self._frozen: nn.Module | None = load_transformer(options.teacher or options.base, dtype)
             # Never sparse, but its dense attention too is by our kernel where that is the fastest.
-            SparseSelfAttention(self._frozen, options.config).active = False
+            teaching = SparseSelfAttention(self._frozen, options.config)
+            teaching.active = False
         else:
             add_factors(model, options)
-            self._frozen = None
+            self._frozen = teaching = None
         self.attention = SparseSelfAttention(model, options.config)
+        self.compiled = options.compile and can_compile(device)
+        if self.compiled:
+            for attention in filter(None, (self.attention, teaching)):
+                attention.compile(BACKEND)
         if options.checkpointing:
             model.enable_gradient_checkpointing()  # type: ignore[operator]
         self._model = _place(model, device, dtype)
@@ -259,8 +265,9 @@ def _place(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Mod
     """`model` on the device, to compute in `dtype`; in a process group sharded by FSDP2, block by block."""
     if not dist.is_initialized():
         for module in model.modules():
-            if isinstance(module, nn.RMSNorm):
-                module.forward = partial(_normalise, module)  # type: ignore[method-assign]
+            if type(module) is nn.RMSNorm:
+                # Not another forward: the compiler would take each for a case of its own.
+                module.__class__ = _Norm
         return model.to(device)
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -273,10 +280,12 @@ def _place(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Mod
     return model.to(device)
 
 
-def _normalise(norm: nn.RMSNorm, x: Tensor) -> Tensor:
+class _Norm(nn.RMSNorm):
     """The norm in x's dtype: autocast leaves its weight in fp32, for which torch has no fused kernel."""
-    weight = None if norm.weight is None else norm.weight.to(x.dtype)
-    return nn.functional.rms_norm(x, norm.normalized_shape, weight, norm.eps)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = None if self.weight is None else self.weight.to(x.dtype)
+        return nn.functional.rms_norm(x, self.normalized_shape, weight, self.eps)
 
 
 def check_fit(options: TrainOptions, data: Dataset) -> None:
@@ -322,6 +331,22 @@ def check_attention(device: torch.device, dtype: torch.dtype, head_dim: int) -> 
         raise DistillError(
             f"Sparse attention cannot be trained here in {dtype} with a head dim of {head_dim}: {choice.why}."
         )
+
+
+def can_compile(device: torch.device) -> bool:
+    """Whether torch can compile for the device; a warning says why not, as it does without a C compiler."""
+    try:
+        torch.compile(lambda x: x.sin() + 1, backend=BACKEND)(torch.zeros(64, device=device))
+    except Exception as error:  # of torch, of Triton or of a compiler: they share no class
+        said = str(getattr(error, "inner_exception", error)).strip()  # a backend's comes wrapped
+        reason = said.splitlines()[0] if said else type(error).__name__
+        log.warning(
+            "compile is on, but torch cannot compile here, so the blocks run as they are, slower: install a "
+            "C compiler (gcc or g++), or leave compile out (%s).",
+            reason,
+        )
+        return False
+    return True
 
 
 def _check_samples(data: Dataset, model: Mapping[str, Any]) -> None:

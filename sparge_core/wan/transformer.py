@@ -1,7 +1,7 @@
-"""Diffusers' WanTransformer3DModel with sparse self-attention, which can be switched to its own dense one.
+"""Diffusers' WanTransformer3DModel with sparse self-attention, which can be switched to dense attention.
 
-Text and image cross-attention keep diffusers' processors, and the dense attention too, except where our own
-kernel is faster at it. Diffusers itself is needed only to load a model.
+Text and image cross-attention keep diffusers' processors. The dense attention is torch's, except where our
+own kernel is faster at it. Diffusers itself is needed only to load a model.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..attention import sparse_attention
+from ..backends import dense_attention
 from ..config import SparseConfig
 from ..exact import attend as attend_densely
 from ..exact import is_fastest
@@ -52,25 +53,49 @@ class SparseSelfAttention:
         self.config = config
         self.active = True
         self.attend: Callable[[Tensor, Tensor, Tensor, SparseConfig], Tensor] = sparse_attention
-        for block in model.blocks:  # type: ignore[union-attr]
-            block.attn1.set_processor(_Processor(self, block.attn1.processor))
+        self._processor = _Processor(self._attention)
+        blocks: Any = model.blocks
+        self._blocks = list(blocks)
+        for block in self._blocks:
+            block.attn1.set_processor(self._processor)
 
     @contextmanager
     def dense(self) -> Iterator[None]:
-        """The model's own dense attention for as long as this is entered."""
+        """Dense attention for as long as this is entered."""
         before, self.active = self.active, False
         try:
             yield
         finally:
             self.active = before
 
+    def compile(self, backend: str) -> None:
+        """Let torch compile the model's blocks, each as it is first run; before FSDP2 shards them.
+
+        What is decided anew at each call stays outside of the graphs, and all blocks share them.
+        """
+        self._processor.attention = torch.compiler.disable(self._attention)
+        for block in self._blocks:
+            # Not the block as such: FSDP2's hooks are to run around what is compiled.
+            block.forward = torch.compile(block.forward, backend=backend)
+
+    def _attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """From q, k and v, each (B, L, H, D), to (B, L, H * D)."""
+        fastest = is_fastest(q.flatten(2), q.shape[2], k.shape[1])
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        if self.active:
+            out = self.attend(q, k, v, self.config)
+        elif fastest:
+            out = attend_densely(q, k, v)
+        else:
+            out = dense_attention(q, k, v, q.shape[-1] ** -0.5)
+        return out.transpose(1, 2).flatten(2)
+
 
 class _Processor:
-    """Self-attention of one layer. own: the processor that diffusers gave it."""
+    """Self-attention of a layer, as diffusers calls it. attention: between the projections."""
 
-    def __init__(self, shared: SparseSelfAttention, own: Callable[..., Tensor]) -> None:
-        self.shared = shared
-        self.own = own
+    def __init__(self, attention: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+        self.attention = attention
 
     def __call__(
         self,
@@ -84,28 +109,25 @@ class _Processor:
 
         The other two are None in self-attention; diffusers passes them all the same.
         """
-        active = self.shared.active
-        if not active and not is_fastest(hidden_states, attn.heads, hidden_states.shape[1]):
-            return self.own(attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb)
         v = attn.to_v(hidden_states).unflatten(-1, (attn.heads, -1))
-        q, k = (
-            norm(project(hidden_states)).unflatten(-1, (attn.heads, -1))
-            for norm, project in ((attn.norm_q, attn.to_q), (attn.norm_k, attn.to_k))
-        )
+        q = attn.norm_q(attn.to_q(hidden_states)).unflatten(-1, (attn.heads, -1))
+        k = attn.norm_k(attn.to_k(hidden_states)).unflatten(-1, (attn.heads, -1))
         if rotary_emb is not None:
-            cos, sin = (angles[..., 0::2] for angles in rotary_emb)  # each stands twice, for both of its pair
-            turn = torch.complex(cos, sin)
-            q, k = (_rotate(x, turn) for x in (q, k))
-        q, k, v = (x.to(v.dtype).transpose(1, 2) for x in (q, k, v))
-        out = self.shared.attend(q, k, v, self.shared.config) if active else attend_densely(q, k, v)
+            q, k = _rotate(q, *rotary_emb), _rotate(k, *rotary_emb)
+        q, k = q.to(v.dtype), k.to(v.dtype)
+        out = self.attention(q, k, v)  # called plainly: around it torch's compiler breaks the graph
         projection, dropout = attn.to_out
-        return dropout(projection(out.transpose(1, 2).flatten(2)))
+        return dropout(projection(out))
 
 
-def _rotate(x: Tensor, turn: Tensor) -> Tensor:
-    """x (B, L, H, D), each pair of neighbouring values as a complex number, times turn (1, L, 1, D / 2)."""
-    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
-    return torch.view_as_real(pairs * turn).flatten(-2).to(x.dtype)
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x (B, L, H, D), each pair of neighbouring values turned; cos, sin (1, L, 1, D) hold each angle twice.
+
+    In fp32, and not by complex numbers, which torch's compiler leaves to eager kernels.
+    """
+    real, imaginary = x.unflatten(-1, (-1, 2)).unbind(-1)
+    ahead = torch.stack((-imaginary, real), -1).flatten(-2)  # by a quarter of a turn
+    return torch.addcmul(x * cos, ahead, sin).to(x.dtype)
 
 
 def transformer_folder(path: Path) -> Path:

@@ -204,14 +204,23 @@ def run_python(arguments: list[str], timeout: float = 240) -> subprocess.Complet
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("student", "dtype", "close"), [("low_rank", "bf16", 0.05), ("full", "fp32", 1e-4)])
+@pytest.mark.parametrize(
+    ("student", "dtype", "close", "compile"),
+    [("low_rank", "bf16", 0.05, False), ("full", "fp32", 1e-4, False), ("full", "fp32", 1e-4, True)],
+)
 def test_two_processes_make_the_steps_of_one_and_one_goes_on_from_theirs(
-    student: str, dtype: str, close: float, train: Train, values: dict[str, Any], tmp_path: Path
+    student: str,
+    dtype: str,
+    close: float,
+    compile: bool,
+    train: Train,
+    values: dict[str, Any],
+    tmp_path: Path,
 ) -> None:
     one = {**values, "student": student, "dtype": dtype, "ema": 0.9, "out": tmp_path / "one"}
     two = {**one, "out": tmp_path / "two"}
     assert train(one)[0] == 0
-    toml = write_toml(tmp_path / "two.toml", {**two, "steps": 2})
+    toml = write_toml(tmp_path / "two.toml", {**two, "steps": 2, "compile": compile})
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = run_python([*launch, "-m", "sparge_core.distill", "train", "--config", str(toml)])
     assert done.returncode == 0, done.stderr

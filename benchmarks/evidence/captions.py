@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from sparge_core.distill.data import TEXT_TOKENS
@@ -46,20 +47,32 @@ class CaptionEmbedding:
 
     def __init__(self, device: torch.device) -> None:
         source = torch.Generator().manual_seed(SEED)
-        self._words = torch.randn(len(WORDS), TEXT_WIDTH, generator=source).to(device)
-        self._phrases = torch.randn(PHRASES, TEXT_WIDTH, generator=source).to(device)
+        words = torch.randn(len(WORDS), TEXT_WIDTH, generator=source)
+        phrases = torch.randn(PHRASES, TEXT_WIDTH, generator=source)
+        # Each with a last row of zeros, for no caption.
+        self._words, self._phrases = (F.pad(table, (0, 0, 0, 1)).to(device) for table in (words, phrases))
 
     def __call__(self, caption: str) -> Tensor:
         """ValueError for a word that no clip's caption has."""
-        if not caption:
-            return self._words.new_zeros(TEXT_TOKENS, TEXT_WIDTH)
-        words, phrases = self._places(caption)
-        spread = torch.arange(TEXT_TOKENS) % len(words)
-        return (self._words[words] + self._phrases[phrases])[spread] * 0.5**0.5
+        return self.look_up(self.places([caption])[0])
+
+    def places(self, captions: Sequence[str]) -> Tensor:
+        """(N, 2, 512) on the device: the word and the phrase of each token. ValueError as above.
+
+        Apart from `look_up`, since moving indices to a GPU waits for all that it has to do.
+        """
+        return torch.stack([self._places(caption) for caption in captions]).to(self._words.device)
+
+    def look_up(self, places: Tensor) -> Tensor:
+        """(512, 4096) at one caption's places (2, 512)."""
+        words, phrases = places
+        return (self._words[words] + self._phrases[phrases]) * 0.5**0.5
 
     @staticmethod
-    def _places(caption: str) -> tuple[list[int], list[int]]:
-        phrases: Sequence[str] = caption.split(", ")
+    def _places(caption: str) -> Tensor:
+        if not caption:
+            return torch.tensor([[len(WORDS)], [PHRASES]]).expand(2, TEXT_TOKENS)
+        phrases = caption.split(", ")
         if len(phrases) > PHRASES:
             raise ValueError(f"{caption!r} has {len(phrases)} parts; a caption has at most {PHRASES}.")
         words: list[int] = []
@@ -70,4 +83,4 @@ class CaptionEmbedding:
                     raise ValueError(f"{word!r} is no word of the clips; they are {', '.join(WORDS)}.")
                 words.append(WORDS.index(word))
                 parts.append(part)
-        return words, parts
+        return torch.tensor([words, parts])[:, torch.arange(TEXT_TOKENS) % len(words)]

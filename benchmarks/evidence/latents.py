@@ -19,10 +19,14 @@ COPIES = 8  # of every clip to train on, one of which has no caption: guidance n
 
 @dataclass(frozen=True)
 class Clips(Dataset):
-    """latents: (N, 16, T, H, W), fp16, normalised. places: each sample's clip; its entry has its caption."""
+    """latents: (N, 16, T, H, W), fp16, normalised. places: each sample's clip; its entry has its caption.
+
+    texts: (N + 1, 2, 512), places in the embedding of each clip's caption and, last, of none.
+    """
 
     latents: Tensor
     places: tuple[int, ...]
+    texts: Tensor
     embed: CaptionEmbedding
 
     def subset(self, indices: Sequence[int]) -> Clips:
@@ -30,8 +34,9 @@ class Clips(Dataset):
         return replace(self, entries=entries, places=tuple(self.places[i] for i in indices))
 
     def read(self, index: int) -> Sample:
-        latent = self.latents[self.places[index]].float()
-        return Sample(latent, self.embed(self.entries[index].caption), None, None)
+        place = self.places[index]
+        text = self.texts[place if self.entries[index].caption else -1]
+        return Sample(self.latents[place].float(), self.embed.look_up(text), None, None)
 
 
 def load(run: Run, purpose: str, copies: int = 1) -> Clips:
@@ -47,4 +52,5 @@ def load(run: Run, purpose: str, copies: int = 1) -> Clips:
         for number, caption in enumerate(captions)
     )  # fmt: skip
     places = tuple(range(len(latents))) * copies
-    return Clips(file.parent, entries, latents, places, CaptionEmbedding(run.device))
+    embed = CaptionEmbedding(run.device)
+    return Clips(file.parent, entries, latents, places, embed.places([*captions, ""]), embed)

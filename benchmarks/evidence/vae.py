@@ -44,8 +44,10 @@ class Norm(nn.Module):
         self.gamma = nn.Parameter(torch.ones(width, *(1,) * dimensions))
 
     def forward(self, x: Tensor) -> Tensor:
-        gamma = self.gamma.flatten().to(x.dtype)
-        return F.rms_norm(x.movedim(1, -1), (len(gamma),), gamma, 1e-12).movedim(-1, 1)
+        # Not F.rms_norm, whose kernels give a thread block to each pixel, however few channels it has.
+        norm = torch.linalg.vector_norm(x, dim=1, keepdim=True, dtype=torch.float32).clamp(min=1e-12)
+        scale = self.gamma.shape[0] ** 0.5 / norm
+        return x * scale.to(x.dtype) * self.gamma.to(x.dtype)
 
 
 class Residual(nn.Module):

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,14 +24,35 @@ def demo(run: Run) -> None:
     report.show_demo(run)
 
 
+def every_seed(run: Run, arguments: Sequence[str]) -> None:
+    """`one_seed` of each in a process of its own, at once: a model as small as this keeps no GPU busy alone.
+
+    arguments: of this process's command line.
+    """
+    command = [sys.executable, "-m", "benchmarks.evidence", *arguments]
+    if run.clock.minutes_left is not None:
+        command += ["--minutes", str(run.clock.minutes_left)]
+    workers = [subprocess.Popen([*command, "--seed", str(seed)]) for seed in run.seeds]
+    ended = [worker.wait() for worker in workers]
+    if STOPPED in ended:
+        raise plan.OutOfTime
+    if any(ended):
+        raise SystemExit(f"seeds {run.seeds} ended with status {ended}; see above, and run it again to go on")
+    students.export_shipped(run)
+
+
+def one_seed(run: Run) -> None:
+    """Everything that is of one seed alone."""
+    students.train(run)
+    maps.run_all(run)
+    sampling.run_all(run)
+
+
 PHASES: dict[str, Callable[[Run], None]] = {
     "vae": autoencoder.train,
     "latents": autoencoder.encode,
     "dit": dit.train,
     "demo": demo,
-    "students": students.train,
-    "maps": maps.run_all,
-    "videos": sampling.run_all,
 }
 TIMES = "seconds.json"
 STOPPED = 3  # exit status when there was no more time
@@ -43,20 +67,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--minutes", type=float, help=f"stop after so many with status {STOPPED}; run it again to go on"
     )
+    parser.add_argument("--seed", type=int, help="students, maps and videos of this one of the seeds alone")
     parser.add_argument("--commit", help="commit to name in the results, where there is no git checkout")
+    arguments = sys.argv[1:] if arguments is None else arguments
     args = parser.parse_args(arguments)
     cuda = torch.cuda.is_available()
     if not cuda and not args.smoke:
         parser.error("no NVIDIA GPU is visible to torch; --smoke runs all phases without one")
     device = torch.device("cuda" if cuda else "cpu")
     torch.backends.cudnn.benchmark = True  # the VAE's convolutions have few shapes
-    run = Run(plan.load(args.config, smoke=args.smoke), args.out, device, plan.Clock(args.minutes))
+    planned = plan.load(args.config, smoke=args.smoke)
+    if args.seed not in (None, *planned.seeds):
+        parser.error(f"--seed must be one of {planned.seeds}, not {args.seed}")
+    run = Run(planned, args.out, device, plan.Clock(args.minutes), args.seed)
     args.out.mkdir(parents=True, exist_ok=True)
     facts = machine(device, args.commit)
     run.say(", ".join(facts.values()))
     try:
+        if run.seed is not None:
+            one_seed(run)
+            return 0
         for name, phase in PHASES.items():
             _timed(run, name, phase)
+        _timed(run, "seeds", partial(every_seed, arguments=arguments))
     except plan.OutOfTime:
         run.say("the time is over; run it again to go on")
         return STOPPED

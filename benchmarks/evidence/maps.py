@@ -1,4 +1,4 @@
-"""Phase "maps": what each rule keeps of the trained models' own attention, tables (a), (b) and (d)."""
+"""Phase "seeds", second part: what each rule keeps of the trained models' own attention, tables (a), (b) and (d)."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Sums:
 
 def run_all(run: Run) -> None:
     """maps-SEED.json: the tables of one seed's held-out clip and students."""
-    todo = [seed for seed in run.plan.seeds if not run.has(f"maps-{seed}.json")]
+    todo = [seed for seed in run.seeds if not run.has(f"maps-{seed}.json")]
     if not todo:
         return
     students = Students(run)

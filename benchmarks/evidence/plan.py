@@ -195,6 +195,10 @@ class Clock:
     def over(self) -> bool:
         return self._minutes is not None and self.seconds > 60 * self._minutes
 
+    @property
+    def minutes_left(self) -> float | None:
+        return None if self._minutes is None else max(0.0, self._minutes - self.seconds / 60)
+
     def check(self) -> None:
         """OutOfTime when there is no more."""
         if self.over:

@@ -28,6 +28,11 @@ class Run:
     out: Path
     device: torch.device
     clock: Clock
+    seed: int | None = None  # the one that this process is for, None for all
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        return self.plan.seeds if self.seed is None else (self.seed,)
 
     @property
     def dtype(self) -> str:

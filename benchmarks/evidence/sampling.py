@@ -1,4 +1,4 @@
-"""Phase "videos": every arm samples the held-out captions from one noise, beside the dense model."""
+"""Phase "seeds", last part: every arm samples the held-out captions from one noise, beside the dense model."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def psnr(videos: Tensor, truth: Tensor) -> float:
 
 def run_all(run: Run) -> None:
     """videos-SEED.json of every seed, with its results by case, and the videos of the first seed."""
-    todo = [seed for seed in run.plan.seeds if not run.has(f"videos-{seed}.json")]
+    todo = [seed for seed in run.seeds if not run.has(f"videos-{seed}.json")]
     if not todo:
         return
     students = Students(run)

@@ -1,4 +1,4 @@
-"""Phase "students": every arm's student of every seed and sparsity, and all arms' velocity errors."""
+"""Phase "seeds", first part: every arm's student of every seed and sparsity, and all arms' velocity errors."""
 
 from __future__ import annotations
 
@@ -47,10 +47,9 @@ class Case:
 
 
 def cases(run: Run) -> Iterator[Case]:
-    plan = run.plan
-    for seed in plan.seeds:
-        for sparsity in plan.sparsities:
-            yield from (Case(arm, sparsity, seed) for arm in plan.arms)
+    for seed in run.seeds:
+        for sparsity in run.plan.sparsities:
+            yield from (Case(arm, sparsity, seed) for arm in run.plan.arms)
 
 
 def demo_case(run: Run) -> Case:
@@ -149,7 +148,7 @@ class Students:
 
 
 def train(run: Run) -> None:
-    """Students and velocity errors of all cases, each in a folder of its own; and the exported student."""
+    """Students and velocity errors of all cases, each in a folder of its own."""
     todo = [case for case in cases(run) if not (folder(run, case) / RESULT).is_file()]
     if todo:
         students = Students(run)
@@ -167,6 +166,9 @@ def train(run: Run) -> None:
             result |= {"velocity_error": validation["error"], "at": validation["at"]}
             run.write(str((folder(run, case) / RESULT).relative_to(run.out)), result)
             run.say(f"{case.name}: velocity error {result['velocity_error']:.3%}")
+
+
+def export_shipped(run: Run) -> None:
     shipped = next(
         case for case in cases(run) if (case.arm.name, case.sparsity) == (SHIPPED, max(run.plan.sparsities))
     )

@@ -53,7 +53,8 @@ def test_one_noise_gives_one_video_there_and_in_comfyui(
     latent = torch.zeros(1, *grid.latent)
     noise = comfy.sample.prepare_noise(latent, 3)
     embed = CaptionEmbedding(run.device)
-    clips = Clips(tmp_path, (Entry("clip", 0, "clip", {}, CAPTION),), latent, (0,), embed.places([CAPTION, ""]), embed)
+    entry = Entry("clip", 0, "clip", {}, CAPTION)
+    clips = Clips(tmp_path, (entry,), latent, (0,), embed.places([CAPTION, ""]), embed)
     told = embed(CAPTION)[None]
     arms = students.Students(run)
     case = next(students.cases(run))

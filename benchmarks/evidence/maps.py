@@ -1,4 +1,4 @@
-"""Phase "seeds", second part: what each rule keeps of the trained models' own attention, tables (a), (b) and (d)."""
+"""Phase "seeds", second part: what each rule keeps of the models' own attention, tables (a), (b) and (d)."""
 
 from __future__ import annotations
 

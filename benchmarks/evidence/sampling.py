@@ -1,4 +1,4 @@
-"""Phase "seeds", last part: every arm samples the held-out captions from one noise, beside the dense model."""
+"""Phase "seeds", last part: every arm samples the held-out captions from one noise, beside dense."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Phase "seeds", first part: every arm's student of every seed and sparsity, and all arms' velocity errors."""
+"""Phase "seeds", first part: students of every arm and sparsity, and velocity errors of all arms."""
 
 from __future__ import annotations
 

@@ -54,6 +54,7 @@ PHASES: dict[str, Callable[[Run], None]] = {
     "dit": dit.train,
     "demo": demo,
 }
+SEEDS = "seeds"  # the phase after these
 TIMES = "seconds.json"
 STOPPED = 3  # exit status when there was no more time
 
@@ -89,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         for name, phase in PHASES.items():
             _timed(run, name, phase)
-        _timed(run, "seeds", partial(every_seed, arguments=arguments))
+        _timed(run, SEEDS, partial(every_seed, arguments=arguments))
     except plan.OutOfTime:
         run.say("the time is over; run it again to go on")
         return STOPPED

@@ -100,20 +100,32 @@ def test_all_phases_run_and_go_on_where_they_were_stopped(
 ) -> None:
     pytest.importorskip("diffusers", reason="needs the extra `distill`: pip install -e .[distill]")
     pytest.importorskip("peft", reason="needs the extra `distill`: pip install -e .[distill]")
-    from benchmarks.evidence.__main__ import PHASES, STOPPED, main
+    from benchmarks.evidence.__main__ import PHASES, SEEDS, STOPPED, main
 
     def stop(run: Run) -> None:
         raise plan.OutOfTime
 
     arguments = ["--smoke", "--out", str(tmp_path)]
+    base, student = tmp_path / "evidence_wan.safetensors", tmp_path / "evidence_student.safetensors"
     with monkeypatch.context() as patch:
-        patch.setitem(PHASES, "maps", stop)
+        patch.setitem(PHASES, "demo", stop)
         assert main(arguments) == STOPPED
-    trained = (tmp_path / "evidence_student.safetensors").stat().st_mtime_ns
+    trained = base.stat().st_mtime_ns
     assert main(arguments) == 0
-    assert (tmp_path / "evidence_student.safetensors").stat().st_mtime_ns == trained
+    assert base.stat().st_mtime_ns == trained
+
+    (tmp_path / f"{SEEDS}.done").unlink()  # as if it had stopped between a student and the maps
+    (tmp_path / "maps-0.json").unlink()
+    student.unlink()
+    results = {path: path.stat().st_mtime_ns for path in tmp_path.glob("students/*/result.json")}
+    assert main([*arguments, "--seed", "0", "--minutes", "0"]) == STOPPED
+    assert main(arguments) == 0
+    assert student.is_file()
+    assert (tmp_path / "maps-0.json").is_file()
+    assert {path: path.stat().st_mtime_ns for path in results} == results
+
     tables = json.loads((tmp_path / "tables.json").read_text(encoding="utf-8"))
-    assert set(tables["seconds"]) == set(PHASES)
+    assert set(tables["seconds"]) == {*PHASES, SEEDS}
     smoke = plan.load(smoke=True)
     arms = {(row["arm"], row["sparsity"]) for row in tables["ablation"]}
     assert arms == {("dense", 0.0), *((arm.name, s) for arm in smoke.arms for s in smoke.sparsities)}

@@ -6,7 +6,6 @@ import argparse
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,20 +23,29 @@ def demo(run: Run) -> None:
     report.show_demo(run)
 
 
-def every_seed(run: Run, arguments: Sequence[str]) -> None:
+def every_seed(run: Run) -> None:
     """`one_seed` of each in a process of its own, at once: a model as small as this keeps no GPU busy alone.
 
-    arguments: of this process's command line.
+    OutOfTime when one had no more time. SystemExit, which names their exit statuses, when one failed.
     """
-    command = [sys.executable, "-m", "benchmarks.evidence", *arguments]
+    command = [sys.executable, "-m", "benchmarks.evidence", *run.arguments]
     if run.clock.minutes_left is not None:
         command += ["--minutes", str(run.clock.minutes_left)]
-    workers = [subprocess.Popen([*command, "--seed", str(seed)]) for seed in run.seeds]
-    ended = [worker.wait() for worker in workers]
+    workers: list[subprocess.Popen[bytes]] = []
+    try:
+        for seed in run.seeds:
+            workers.append(subprocess.Popen([*command, "--seed", str(seed)]))
+        ended = [worker.wait() for worker in workers]
+    finally:
+        for worker in workers:
+            worker.terminate()  # does nothing to one that has ended
+    if not set(ended) <= {0, STOPPED}:
+        raise SystemExit(
+            f"The processes of seeds {run.seeds} ended with status {ended}, where 0 is done and {STOPPED} "
+            "out of time: what failed is said above. Mend it and run the same command again; it goes on."
+        )
     if STOPPED in ended:
         raise plan.OutOfTime
-    if any(ended):
-        raise SystemExit(f"seeds {run.seeds} ended with status {ended}; see above, and run it again to go on")
     students.export_shipped(run)
 
 
@@ -53,8 +61,8 @@ PHASES: dict[str, Callable[[Run], None]] = {
     "latents": autoencoder.encode,
     "dit": dit.train,
     "demo": demo,
+    "seeds": every_seed,
 }
-SEEDS = "seeds"  # the phase after these
 TIMES = "seconds.json"
 STOPPED = 3  # exit status when there was no more time
 
@@ -70,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--seed", type=int, help="students, maps and videos of this one of the seeds alone")
     parser.add_argument("--commit", help="commit to name in the results, where there is no git checkout")
-    arguments = sys.argv[1:] if arguments is None else arguments
+    arguments = tuple(sys.argv[1:] if arguments is None else arguments)
     args = parser.parse_args(arguments)
     cuda = torch.cuda.is_available()
     if not cuda and not args.smoke:
@@ -80,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     planned = plan.load(args.config, smoke=args.smoke)
     if args.seed not in (None, *planned.seeds):
         parser.error(f"--seed must be one of {planned.seeds}, not {args.seed}")
-    run = Run(planned, args.out, device, plan.Clock(args.minutes), args.seed)
+    run = Run(planned, args.out, device, plan.Clock(args.minutes), arguments, args.seed)
     args.out.mkdir(parents=True, exist_ok=True)
     facts = machine(device, args.commit)
     run.say(", ".join(facts.values()))
@@ -90,7 +98,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         for name, phase in PHASES.items():
             _timed(run, name, phase)
-        _timed(run, SEEDS, partial(every_seed, arguments=arguments))
     except plan.OutOfTime:
         run.say("the time is over; run it again to go on")
         return STOPPED

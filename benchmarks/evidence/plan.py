@@ -197,6 +197,7 @@ class Clock:
 
     @property
     def minutes_left(self) -> float | None:
+        """0.0 when they are over, None when there is no limit."""
         return None if self._minutes is None else max(0.0, self._minutes - self.seconds / 60)
 
     def check(self) -> None:

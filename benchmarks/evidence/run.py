@@ -28,6 +28,7 @@ class Run:
     out: Path
     device: torch.device
     clock: Clock
+    arguments: tuple[str, ...] = ()  # of the command line, for processes that do a part of the run
     seed: int | None = None  # the one that this process is for, None for all
 
     @property

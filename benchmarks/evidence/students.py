@@ -169,6 +169,7 @@ def train(run: Run) -> None:
 
 
 def export_shipped(run: Run) -> None:
+    """The first seed's student by `SHIPPED` at the highest sparsity, in ComfyUI's scheme: `STUDENT_FILE`."""
     shipped = next(
         case for case in cases(run) if (case.arm.name, case.sparsity) == (SHIPPED, max(run.plan.sparsities))
     )

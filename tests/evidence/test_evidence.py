@@ -94,13 +94,37 @@ def test_a_table_holds_every_seeds_value_and_their_spread() -> None:
     assert table == {"error": {"mean": 2.0, "std": 1.0, "values": [1.0, 2.0, 3.0]}}
 
 
+@pytest.mark.parametrize(
+    ("statuses", "raised"), [((3, 1, 0), SystemExit), ((0, 3, 0), plan.OutOfTime)], ids=["failed", "stopped"]
+)
+def test_a_seed_that_fails_is_not_taken_for_one_out_of_time(
+    statuses: tuple[int, ...], raised: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("diffusers", reason="needs the extra `distill`: pip install -e .[distill]")
+    from benchmarks.evidence import __main__ as evidence
+
+    left, ended = list(statuses), []
+
+    class Process:
+        def __init__(self, command: list[str]) -> None:
+            assert command[-4:-1] == ["--commit", "c", "--seed"]
+            self.wait = lambda: left.pop(0)
+            self.terminate = lambda: ended.append(command[-1])
+
+    monkeypatch.setattr(evidence.subprocess, "Popen", Process)
+    run = Run(plan.load(), tmp_path, torch.device("cpu"), plan.Clock(), ("--commit", "c"))
+    with pytest.raises(raised):
+        evidence.every_seed(run)
+    assert ended == [str(seed) for seed in run.seeds]
+
+
 @pytest.mark.slow
 def test_all_phases_run_and_go_on_where_they_were_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("diffusers", reason="needs the extra `distill`: pip install -e .[distill]")
     pytest.importorskip("peft", reason="needs the extra `distill`: pip install -e .[distill]")
-    from benchmarks.evidence.__main__ import PHASES, SEEDS, STOPPED, main
+    from benchmarks.evidence.__main__ import PHASES, STOPPED, main
 
     def stop(run: Run) -> None:
         raise plan.OutOfTime
@@ -114,7 +138,7 @@ def test_all_phases_run_and_go_on_where_they_were_stopped(
     assert main(arguments) == 0
     assert base.stat().st_mtime_ns == trained
 
-    (tmp_path / f"{SEEDS}.done").unlink()  # as if it had stopped between a student and the maps
+    (tmp_path / "seeds.done").unlink()  # as if it had stopped between a student and the maps
     (tmp_path / "maps-0.json").unlink()
     student.unlink()
     results = {path: path.stat().st_mtime_ns for path in tmp_path.glob("students/*/result.json")}
@@ -125,7 +149,7 @@ def test_all_phases_run_and_go_on_where_they_were_stopped(
     assert {path: path.stat().st_mtime_ns for path in results} == results
 
     tables = json.loads((tmp_path / "tables.json").read_text(encoding="utf-8"))
-    assert set(tables["seconds"]) == {*PHASES, SEEDS}
+    assert set(tables["seconds"]) == set(PHASES)
     smoke = plan.load(smoke=True)
     arms = {(row["arm"], row["sparsity"]) for row in tables["ablation"]}
     assert arms == {("dense", 0.0), *((arm.name, s) for arm in smoke.arms for s in smoke.sparsities)}

@@ -265,8 +265,8 @@ def run(
                 rest_ms=timing.step - timing.attention - timing.linear,
                 factor=timings["dense"].step / timing.step,
                 peak_mb=timing.peak_mb,
-                clock_mhz=timing.load and timing.load.clock_mhz,
-                power_w=timing.load and timing.load.power_w,
+                clock_mhz=timing.load.clock_mhz if timing.load else None,
+                power_w=timing.load.power_w if timing.load else None,
                 config=f"top_k={config.top_k:.3g}, sparsity={config.sparsity:.3g}" if sparse else "",
             )
 
